@@ -1,0 +1,368 @@
+"""The schema of a run: every key, its type, its default and what it means.
+
+Plain dataclasses for OmegaConf, whose limits shape them: no ``Literal``, no unions, no tuples; a choice is an enum whose
+members are written in lower case, and what a sweep may touch is a map by name, never a list. Choosing among functions
+(``algorithm``, ``advantage``, ``weighting`` ...) is always ``{name, params}``; ``params`` is checked against the chosen function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+def knob(default: Any, help: str) -> Any:
+    """A documented field. A list, a dict or a factory (a dataclass type, say) becomes a fresh value for each instance."""
+    if isinstance(default, type) or (callable(default) and not isinstance(default, Enum)):
+        return field(default_factory=default, metadata={"help": help})
+    if isinstance(default, (list, dict)):
+        kind: Callable[[], Any] = lambda: type(default)(default)  # noqa: E731
+        return field(default_factory=kind, metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+class Dtype(Enum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class Attention(Enum):
+    sdpa = "sdpa"
+    eager = "eager"
+    flash_attention_2 = "flash_attention_2"
+
+
+class SourceKind(Enum):
+    arithmetic = "arithmetic"
+    jsonl = "jsonl"
+    parquet = "parquet"
+    datasets = "datasets"
+    reasoning_gym = "reasoning_gym"
+
+
+class Template(Enum):
+    auto = "auto"
+    chat = "chat"
+    raw = "raw"
+
+
+class TooLong(Enum):
+    error = "error"
+    drop = "drop"
+    cut_left = "cut_left"
+
+
+class LastBatch(Enum):
+    wrap = "wrap"
+    keep = "keep"
+    drop = "drop"
+
+
+class EngineForm(Enum):
+    in_process = "in_process"
+    async_core = "async_core"
+
+
+class OnSwap(Enum):
+    recompute = "recompute"
+    keep = "keep"
+    finish = "finish"
+
+
+class Late(Enum):
+    correct = "correct"
+    wait = "wait"
+    drop = "drop"
+
+
+class WhenShort(Enum):
+    train = "train"
+    carry = "carry"
+    stop = "stop"
+
+
+class Seeds(Enum):
+    auto = "auto"
+    always = "always"
+    never = "never"
+
+
+class Schedule(Enum):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+class Optimizer(Enum):
+    adamw = "adamw"
+    sgd = "sgd"
+
+
+class Reference(Enum):
+    off = "off"
+    frozen = "frozen"
+
+
+class KlKind(Enum):
+    off = "off"
+    k2 = "k2"
+    k3 = "k3"
+
+
+class Aggregation(Enum):
+    token_mean = "token_mean"
+    seq_mean_token_mean = "seq_mean_token_mean"
+    seq_mean_token_sum = "seq_mean_token_sum"
+    token_sum_norm = "token_sum_norm"
+
+
+class Placement(Enum):
+    split = "split"
+    colocated = "colocated"
+
+
+class Console(Enum):
+    auto = "auto"
+    live = "live"
+    plain = "plain"
+    off = "off"
+
+
+@dataclass
+class EmbeddedModel:
+    """The tiny model that `limen build-model` makes: a Qwen3 architecture with a character tokenizer."""
+
+    hidden_size: int = knob(128, "width of the model")
+    num_layers: int = knob(4, "transformer layers")
+    num_heads: int = knob(4, "attention heads")
+    num_kv_heads: int = knob(2, "key and value heads")
+    intermediate_size: int = knob(384, "width of the feed-forward layers")
+    tie_word_embeddings: bool = knob(True, "whether the output head is the input embedding")
+    steps: int = knob(400, "supervised warm-up steps; 0 leaves the model random")
+    batch_size: int = knob(256, "examples a warm-up step")
+    learning_rate: float = knob(3.0e-3, "peak learning rate of the warm-up (AdamW, cosine to a tenth)")
+    max_digits: int = knob(3, "additions of 1 to this many digits")
+    digit_weights: list[float] = knob([1.0, 1.0, 1.0], "how often each number of digits is drawn in the warm-up")
+    seed: int = knob(0, "of the initial weights and of the warm-up's examples")
+
+
+@dataclass
+class ModelConfig:
+    path: str = knob("embedded", "`embedded`, a folder, or a Hugging Face name of a causal language model")
+    dtype: Dtype = knob(Dtype.float32, "of the learner's compute weights and of the engine")
+    attention: Attention = knob(Attention.sdpa, "attention kernel of the learner")
+    trust_remote_code: bool = knob(False, "whether code that comes with a model may run")
+    random_weights: bool = knob(False, "start from random weights in the shape of the model (tests and benchmarks)")
+    warm_start_file: str | None = knob(None, "JSONL of {prompt, completion}: `limen build-model` fine-tunes `path` on it first")
+    warm_start_steps: int = knob(200, "supervised steps over `warm_start_file`")
+    warm_start_learning_rate: float = knob(1.0e-4, "learning rate of that warm start")
+    embedded: EmbeddedModel = knob(EmbeddedModel, "recipe of the embedded model, used when path is `embedded`")
+
+
+@dataclass
+class SourceConfig:
+    """One prompt source. Columns that do not apply to its kind are ignored only where they keep their default."""
+
+    kind: SourceKind = knob(SourceKind.arithmetic, "where the prompts come from")
+    path: str | None = knob(None, "file, folder or hub name (jsonl, parquet, datasets)")
+    subset: str | None = knob(None, "configuration name of a Hugging Face dataset")
+    split: str = knob("train", "split of a Hugging Face dataset")
+    prompt_column: str = knob("prompt", "column of the question: a string, or a list of chat messages")
+    answer_column: str = knob("answer", "column of the reference answer")
+    id_column: str | None = knob(None, "column of a stable id; without one the id is a hash of prompt and answer")
+    stratum_column: str | None = knob(None, "column of the stratum; without one the stratum is the source's name")
+    reward: str | None = knob(None, "name of the one reward part that judges this source; without one, all of them")
+    params: dict[str, Any] = knob({}, "of the generator: arithmetic {max_digits, num_prompts}, reasoning_gym {task, num_prompts, ...}")
+
+
+@dataclass
+class DataConfig:
+    sources: dict[str, SourceConfig] = knob({}, "prompt sources by name")
+    template: Template = knob(Template.auto, "`chat` applies the tokenizer's chat template, `raw` puts one begin token first, `auto` takes chat where the tokenizer has one")
+    system_prompt: str | None = knob(None, "system message of the chat template")
+    instruction: str | None = knob(None, "text put after every question, such as 'Answer with just the number.'")
+    max_prompt_tokens: int = knob(512, "longest prompt, in tokens, after the template")
+    too_long: TooLong = knob(TooLong.drop, "what happens to a longer one; drops are counted")
+    held_out_per_stratum: int = knob(200, "held-out prompts a stratum, by hash of the id; at most a fifth of the stratum")
+    shuffle: bool = knob(True, "whether each epoch has its own seeded order")
+    num_epochs: float | None = knob(None, "length of the run in passes over the training prompts, in place of `steps`")
+    last_batch: LastBatch = knob(LastBatch.wrap, "the end of an epoch: go on into the next, keep a short batch, or drop it")
+
+
+@dataclass
+class BatchConfig:
+    groups_per_step: int = knob(64, "kept groups a step")
+    group_size: int = knob(8, "completions a group")
+    num_mini_batches: int = knob(4, "optimizer steps a pass over the rollout batch")
+    num_passes: int = knob(1, "passes over the rollout batch")
+    tokens_per_micro_batch: int = knob(8192, "padded tokens of one forward and backward")
+
+
+@dataclass
+class RolloutConfig:
+    num_workers: int = knob(1, "rollout workers, one engine each")
+    engine: EngineForm = knob(EngineForm.in_process, "form of the engine; `async_core` is written but untested")
+    tensor_parallel_size: int = knob(1, "devices of one engine")
+    max_new_tokens: int = knob(16, "token limit of a completion")
+    temperature: float = knob(1.0, "sampling temperature; the learner divides its logits by the same")
+    top_p: float = knob(1.0, "nucleus sampling; 1 is off")
+    top_k: int = knob(0, "0 is off")
+    min_p: float = knob(0.0, "0 is off")
+    seeds: Seeds = knob(Seeds.auto, "a sampling seed for every completion; auto is always on CPU")
+    max_lag: int = knob(0, "how many versions ahead of its generation a group may be consumed; 0 is synchronous")
+    max_token_lag: int | None = knob(None, "drop a group with a token older than this many versions")
+    late: Late = knob(Late.correct, "what happens to late tokens")
+    on_swap: OnSwap = knob(OnSwap.recompute, "what happens to running requests when weights are swapped")
+    oversample: float = knob(1.0, "open visits beyond `max_lag`, in batches: above 1 keeps the engines full while a filtered batch fills")
+    max_visits_per_step: int | None = knob(None, "bound on the visits of one step, refills included; without one, 8 batches")
+    when_short: WhenShort = knob(WhenShort.carry, "when that bound is met before the batch is full: train on what there is, carry it into the next step, or stop")
+    max_running: int = knob(256, "completions an engine decodes at once")
+    cache_gib: float = knob(0.5, "key and value cache of one engine on CPU, in GiB")
+    gpu_memory_share: float = knob(0.85, "share of a GPU's memory an engine may take")
+    max_model_tokens: int | None = knob(None, "longest prompt plus completion; without one, max_prompt_tokens + max_new_tokens")
+    num_threads: int | None = knob(None, "threads of an engine on CPU; without one, set by the plan")
+    record: bool = knob(False, "whether every kept group is written whole to the run's folder")
+
+
+@dataclass
+class OptimizerConfig:
+    name: Optimizer = knob(Optimizer.adamw, "adamw or sgd")
+    learning_rate: float = knob(1.0e-6, "peak learning rate")
+    beta1: float = knob(0.9, "AdamW's first moment decay")
+    beta2: float = knob(0.999, "AdamW's second moment decay")
+    eps: float = knob(1.0e-8, "AdamW's epsilon")
+    weight_decay: float = knob(0.0, "decoupled weight decay")
+    schedule: Schedule = knob(Schedule.constant, "of the learning rate after the warm-up")
+    warmup_steps: int = knob(0, "optimizer steps of linear warm-up")
+    warmup_ratio: float = knob(0.0, "warm-up as a share of all optimizer steps, in place of `warmup_steps`")
+    min_learning_rate_ratio: float = knob(0.0, "floor of the schedule, as a share of the peak")
+    max_grad_norm: float = knob(1.0, "gradient clipping; 0 is off")
+
+
+@dataclass
+class LearnerConfig:
+    num_ranks: int = knob(1, "learner ranks, one device each")
+    zero_stage: int = knob(0, "DeepSpeed ZeRO stage, 0 to 3; bfloat16 needs 1 or higher")
+    gradient_checkpointing: bool = knob(False, "recompute activations in the backward")
+    head_chunk_rows: int = knob(256, "rows of the token-logprob head computed at once")
+    reference: Reference = knob(Reference.off, "frozen reference policy for the KL term")
+    num_threads: int | None = knob(None, "threads of a rank on CPU; without one, set by the plan")
+    max_skipped_steps: int = knob(3, "non-finite optimizer steps in a row before the run stops")
+    bucket_mib: int = knob(64, "size of one bucket of a weight push, in MiB")
+    optimizer: OptimizerConfig = knob(OptimizerConfig, "optimizer and schedule")
+
+
+@dataclass
+class KlConfig:
+    kind: KlKind = knob(KlKind.off, "estimator of the KL term in the loss; needs `learner.reference=frozen`")
+    beta: float = knob(0.0, "its coefficient")
+
+
+@dataclass
+class AlgorithmConfig:
+    name: str = knob("aspo", "surrogate: a name, a dotted path, or `file.py:function`")
+    params: dict[str, Any] = knob({}, "keyword parameters of the surrogate")
+    aggregation: Aggregation = knob(Aggregation.seq_mean_token_mean, "how token losses become one number")
+    kl: KlConfig = knob(KlConfig, "KL to the reference")
+    entropy_beta: float = knob(0.0, "coefficient of the exact entropy bonus")
+    mask_truncated: bool = knob(False, "leave completions that hit the token limit out of the loss")
+
+
+@dataclass
+class Choice:
+    """A function chosen by name, by dotted path or as `file.py:function`, and its keyword parameters."""
+
+    name: str = knob("none", "name, dotted path, or `file.py:function`")
+    params: dict[str, Any] = knob({}, "keyword parameters of the function")
+
+
+@dataclass
+class RewardPart:
+    function: str = knob("exact_integer", "a verifier's name, a dotted path, or `file.py:function`")
+    params: dict[str, Any] = knob({}, "keyword parameters of the verifier")
+    weight: float = knob(1.0, "factor of its value in the sum that trains")
+    accuracy: bool = knob(True, "whether its accuracy counts in the one that filters (mean over the parts that count)")
+
+
+@dataclass
+class RewardConfig:
+    parts: dict[str, RewardPart] = knob({}, "reward parts by name; the value that trains is their weighted sum")
+    num_workers: int = knob(1, "verifier processes a node")
+    timeout_s: float = knob(10.0, "deadline of one completion; the clock starts when work on it starts")
+    max_failed_share: float = knob(0.5, "share of a step's completions whose verifier may fail before the run stops")
+
+
+@dataclass
+class EvaluationConfig:
+    every: int = knob(0, "steps between evaluations during training; 0 is none")
+    before: bool = knob(True, "evaluate version 0")
+    after: bool = knob(True, "evaluate the last version")
+    num_samples: int = knob(4, "completions a held-out prompt; pass@k and avg@k are computed for k up to this")
+    max_prompts_per_stratum: int | None = knob(None, "take only this many held-out prompts of each stratum")
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = knob(50, "steps between checkpoints; 0 saves only at the end")
+    keep_last: int = knob(2, "checkpoints kept")
+
+
+@dataclass
+class DeadlinesConfig:
+    """How long the driver waits for each stage before it names the owner and acts."""
+
+    start_s: float = knob(300.0, "actors to start, models to load, the first push to be proven")
+    generate_s: float = knob(600.0, "the next finished group while visits are running")
+    score_s: float = knob(300.0, "a group's scores")
+    prepare_s: float = knob(600.0, "log-probabilities, advantages and weights of a batch")
+    train_s: float = knob(1800.0, "the optimizer steps of a batch")
+    push_s: float = knob(300.0, "weights to be gathered, received, swapped and proven")
+    evaluate_s: float = knob(1800.0, "one evaluation")
+    checkpoint_s: float = knob(600.0, "one checkpoint")
+    close_s: float = knob(30.0, "an actor to end")
+
+
+@dataclass
+class ClusterConfig:
+    address: str = knob("auto", "`auto` joins where RAY_ADDRESS is set or inside a Ray job, else starts a private instance; `local` always starts one; or an address")
+    placement: Placement = knob(Placement.split, "engines and learner on devices of their own, or in turn on the same")
+    num_cpus: int | None = knob(None, "CPUs of a private instance; without one, those this process may use")
+
+
+@dataclass
+class LogConfig:
+    console: Console = knob(Console.auto, "live view on a terminal, plain lines elsewhere")
+    tensorboard: bool = knob(True, "write TensorBoard files")
+    samples_mib: float = knob(16.0, "byte budget of the sample files of a run, in MiB")
+    samples_per_step: int = knob(8, "completions written a step, stratified by stratum and accuracy")
+
+
+@dataclass
+class Config:
+    """One run."""
+
+    seed: int = knob(0, "of every random choice of the run")
+    steps: int | None = knob(None, "length of the run in steps; or use data.num_epochs")
+    run_dir: str | None = knob(None, "folder of the run; without one, a new one under ./runs")
+    resume: str | None = knob(None, "folder of a run to go on with")
+    checkpoint_dir: str | None = knob(None, "checkpoint or model folder that `eval` and `sample` use; without one, the base model")
+    allow_inert: bool = knob(False, "allow a ratio-based algorithm with one optimizer step a batch, where it does nothing")
+    shuffle_rewards: bool = knob(False, "shuffle scores within each group: a control that must not learn")
+    model: ModelConfig = knob(ModelConfig, "the policy")
+    data: DataConfig = knob(DataConfig, "prompts")
+    batch: BatchConfig = knob(BatchConfig, "batch sizes")
+    rollout: RolloutConfig = knob(RolloutConfig, "generation")
+    learner: LearnerConfig = knob(LearnerConfig, "training")
+    algorithm: AlgorithmConfig = knob(AlgorithmConfig, "policy objective")
+    advantage: Choice = knob(lambda: Choice(name="grpo"), "advantage estimator")
+    weighting: Choice = knob(Choice, "sample weights")
+    selection: Choice = knob(lambda: Choice(name="zero_variance"), "which groups are kept")
+    correction: Choice = knob(Choice, "engine and learner mismatch")
+    reward: RewardConfig = knob(RewardConfig, "verifiers")
+    evaluation: EvaluationConfig = knob(EvaluationConfig, "held-out prompts")
+    checkpoint: CheckpointConfig = knob(CheckpointConfig, "checkpoints")
+    deadlines: DeadlinesConfig = knob(DeadlinesConfig, "how long each wait may last")
+    cluster: ClusterConfig = knob(ClusterConfig, "Ray")
+    log: LogConfig = knob(LogConfig, "what is written and shown")

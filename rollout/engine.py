@@ -1,0 +1,132 @@
+"""The engine contract: what a rollout engine does, whichever form it has.
+
+An engine turns group requests into groups, and takes new weights while it does so. Between ``receive`` and ``swap`` the new
+weights lie beside the running model; a swap happens only where the engine is at rest, so every token knows its version.
+
+    submit(requests) ... poll() -> groups ...       generation
+    receive(bucket) ... receive(bucket) swap(v, m)  a push: buckets land apart, then the model changes between two decode steps
+    score_tokens(rows)                              teacher-forced log-probabilities: the proof of a push, reward by likelihood
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.records import Group, Visit
+from rollout.weights import Bucket, Manifest
+
+
+class OnSwap(StrEnum):
+    """What happens to requests that are running when weights are swapped (DESIGN: the engine contract)."""
+
+    RECOMPUTE = "recompute"  # preempted and recomputed on the new weights: exact
+    KEEP = "keep"  # they go on over older keys and values; their later tokens are flagged ``mixed``
+    FINISH = "finish"  # the swap waits until they are done
+
+
+class EngineError(RuntimeError):
+    """The engine cannot go on. The worker that owns it is replaced."""
+
+
+class PushError(RuntimeError):
+    """A push arrived damaged or incomplete. The running weights are untouched unless the message says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How completions are sampled. The engine takes these values only, never a model's own generation config."""
+
+    temperature: float
+    top_p: float  # 1.0 is off
+    top_k: int  # 0 is off
+    min_p: float  # 0.0 is off
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRequest:
+    """One visit asked of an engine."""
+
+    visit: Visit
+    prompt_token_ids: NDArray[np.int32]
+    seeds: tuple[int, ...] | None  # one a completion, or None for unseeded sampling
+    group_size: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """Teacher-forced scores of one row of token ids.
+
+    ``logp[i]`` and ``rank[i]`` belong to ``token_ids[i + 1]`` given ``token_ids[: i + 1]``; both have length n - 1.
+    Rank 1 is the most likely token. Log-probabilities are at the temperature the row was scored with.
+    """
+
+    logp: NDArray[np.float32]
+    rank: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class SwapReport:
+    """What a swap did."""
+
+    version: int
+    num_tensors: int
+    num_bytes: int
+    num_recomputed: int  # running requests that were preempted
+    num_mixed: int  # running requests that went on over older keys and values
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """An engine's state, answered while it is generating."""
+
+    version: int
+    num_running: int  # completions being generated
+    num_waiting: int
+    num_tokens: int  # sampled since start
+    num_steps: int
+    last_step_age_s: float  # since the end of the last decode step; 0 when idle
+
+
+class Engine(Protocol):
+    """A rollout engine. Every method may be called from any thread; each blocks at most for its own work."""
+
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        """Queues visits. Raises EngineError when the engine has stopped, ValueError for a prompt that cannot fit."""
+
+    def poll(self, timeout_s: float) -> list[Group]:
+        """Finished groups, as each finishes; an empty list after ``timeout_s`` without one. Raises EngineError."""
+
+    def pause(self) -> None:
+        """Returns once the engine is at rest between two decode steps; it stays there until ``resume``."""
+
+    def resume(self) -> None:
+        """Goes on generating."""
+
+    def receive(self, bucket: Bucket) -> None:
+        """Takes one bucket of a push and lays it beside the running model. Raises PushError on a digest that differs."""
+
+    def swap(self, version: int, manifest: Manifest) -> SwapReport:
+        """Makes the received weights the model's. Raises PushError when names, shapes, dtypes or digests differ from
+        ``manifest``, or when the model's loader did not take every tensor."""
+
+    def score_tokens(self, rows: Sequence[NDArray[np.int32]], temperature: float) -> list[TokenScores]:
+        """Teacher-forced log-probabilities and ranks of rows of at least two tokens, under the current weights."""
+
+    def cancel(self, visits: Sequence[Visit]) -> None:
+        """Drops visits; unknown ones are ignored. Their groups are not returned."""
+
+    def health(self) -> Health:
+        """Answers at once, also while the engine is busy."""
+
+    def close(self) -> None:
+        """Ends the engine and its thread; queued visits are lost. Safe to call twice."""
