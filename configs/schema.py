@@ -174,13 +174,18 @@ class SourceConfig:
     id_column: str | None = knob(None, "column of a stable id; without one the id is a hash of prompt and answer")
     stratum_column: str | None = knob(None, "column of the stratum; without one the stratum is the source's name")
     reward: str | None = knob(None, "name of the one reward part that judges this source; without one, all of them")
-    params: dict[str, Any] = knob({}, "of the generator: arithmetic {max_digits, num_prompts}, reasoning_gym {task, num_prompts, ...}")
+    params: dict[str, Any] = knob(
+        {}, "of the generator: arithmetic {max_digits, num_prompts}, reasoning_gym {task, num_prompts, ...}"
+    )
 
 
 @dataclass
 class DataConfig:
     sources: dict[str, SourceConfig] = knob({}, "prompt sources by name")
-    template: Template = knob(Template.auto, "`chat` applies the tokenizer's chat template, `raw` puts one begin token first, `auto` takes chat where the tokenizer has one")
+    template: Template = knob(
+        Template.auto,
+        "`chat` applies the tokenizer's chat template, `raw` puts one begin token first, `auto` takes chat where the tokenizer has one",
+    )
     system_prompt: str | None = knob(None, "system message of the chat template")
     instruction: str | None = knob(None, "text put after every question, such as 'Answer with just the number.'")
     max_prompt_tokens: int = knob(512, "longest prompt, in tokens, after the template")
@@ -215,9 +220,14 @@ class RolloutConfig:
     max_token_lag: int | None = knob(None, "drop a group with a token older than this many versions")
     late: Late = knob(Late.correct, "what happens to late tokens")
     on_swap: OnSwap = knob(OnSwap.recompute, "what happens to running requests when weights are swapped")
-    oversample: float = knob(1.0, "open visits beyond `max_lag`, in batches: above 1 keeps the engines full while a filtered batch fills")
+    oversample: float = knob(
+        1.0, "open visits beyond `max_lag`, in batches: above 1 keeps the engines full while a filtered batch fills"
+    )
     max_visits_per_step: int | None = knob(None, "bound on the visits of one step, refills included; without one, 8 batches")
-    when_short: WhenShort = knob(WhenShort.carry, "when that bound is met before the batch is full: train on what there is, carry it into the next step, or stop")
+    when_short: WhenShort = knob(
+        WhenShort.carry,
+        "when that bound is met before the batch is full: train on what there is, carry it into the next step, or stop",
+    )
     max_running: int = knob(256, "completions an engine decodes at once")
     cache_gib: float = knob(0.5, "key and value cache of one engine on CPU, in GiB")
     gpu_memory_share: float = knob(0.85, "share of a GPU's memory an engine may take")
@@ -326,7 +336,10 @@ class DeadlinesConfig:
 
 @dataclass
 class ClusterConfig:
-    address: str = knob("auto", "`auto` joins where RAY_ADDRESS is set or inside a Ray job, else starts a private instance; `local` always starts one; or an address")
+    address: str = knob(
+        "auto",
+        "`auto` joins where RAY_ADDRESS is set or inside a Ray job, else starts a private instance; `local` always starts one; or an address",
+    )
     placement: Placement = knob(Placement.split, "engines and learner on devices of their own, or in turn on the same")
     num_cpus: int | None = knob(None, "CPUs of a private instance; without one, those this process may use")
 
@@ -347,7 +360,9 @@ class Config:
     steps: int | None = knob(None, "length of the run in steps; or use data.num_epochs")
     run_dir: str | None = knob(None, "folder of the run; without one, a new one under ./runs")
     resume: str | None = knob(None, "folder of a run to go on with")
-    checkpoint_dir: str | None = knob(None, "checkpoint or model folder that `eval` and `sample` use; without one, the base model")
+    checkpoint_dir: str | None = knob(
+        None, "checkpoint or model folder that `eval` and `sample` use; without one, the base model"
+    )
     allow_inert: bool = knob(False, "allow a ratio-based algorithm with one optimizer step a batch, where it does nothing")
     shuffle_rewards: bool = knob(False, "shuffle scores within each group: a control that must not learn")
     model: ModelConfig = knob(ModelConfig, "the policy")
