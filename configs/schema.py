@@ -174,6 +174,9 @@ class SourceConfig:
     id_column: str | None = knob(None, "column of a stable id; without one the id is a hash of prompt and answer")
     stratum_column: str | None = knob(None, "column of the stratum; without one the stratum is the source's name")
     reward: str | None = knob(None, "name of the one reward part that judges this source; without one, all of them")
+    reward_column: str | None = knob(
+        None, "column with the name of the one reward part that judges the row, in place of `reward`"
+    )
     params: dict[str, Any] = knob(
         {}, "of the generator: arithmetic {max_digits, num_prompts}, reasoning_gym {task, num_prompts, ...}"
     )
