@@ -304,6 +304,7 @@ class RewardConfig:
     parts: dict[str, RewardPart] = knob({}, "reward parts by name; the value that trains is their weighted sum")
     num_workers: int = knob(1, "verifier processes a node")
     timeout_s: float = knob(10.0, "deadline of one completion; the clock starts when work on it starts")
+    memory_gib: float | None = knob(None, "address space of one verifier process, in GiB; what asks for more fails; without one, no limit")
     max_failed_share: float = knob(0.5, "share of a step's completions whose verifier may fail before the run stops")
 
 
