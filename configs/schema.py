@@ -71,12 +71,6 @@ class OnSwap(Enum):
     finish = "finish"
 
 
-class Late(Enum):
-    correct = "correct"
-    wait = "wait"
-    drop = "drop"
-
-
 class WhenShort(Enum):
     train = "train"
     carry = "carry"
@@ -221,7 +215,6 @@ class RolloutConfig:
     seeds: Seeds = knob(Seeds.auto, "a sampling seed for every completion; auto is always on CPU")
     max_lag: int = knob(0, "how many versions ahead of its generation a group may be consumed; 0 is synchronous")
     max_token_lag: int | None = knob(None, "drop a group with a token older than this many versions")
-    late: Late = knob(Late.correct, "what happens to late tokens")
     on_swap: OnSwap = knob(OnSwap.recompute, "what happens to running requests when weights are swapped")
     oversample: float = knob(
         1.0, "open visits beyond `max_lag`, in batches: above 1 keeps the engines full while a filtered batch fills"
@@ -318,6 +311,14 @@ class EvaluationConfig:
 
 
 @dataclass
+class SampleConfig:
+    """What `limen sample` asks."""
+
+    prompts: list[str] = knob([], "questions to complete, rendered like those of the data; without any, held-out prompts")
+    num_prompts: int = knob(5, "how many held-out prompts, where no questions are given")
+
+
+@dataclass
 class CheckpointConfig:
     every: int = knob(50, "steps between checkpoints; 0 saves only at the end")
     keep_last: int = knob(2, "checkpoints kept")
@@ -381,6 +382,7 @@ class Config:
     correction: Choice = knob(Choice, "engine and learner mismatch")
     reward: RewardConfig = knob(RewardConfig, "verifiers")
     evaluation: EvaluationConfig = knob(EvaluationConfig, "held-out prompts")
+    sample: SampleConfig = knob(SampleConfig, "`limen sample`")
     checkpoint: CheckpointConfig = knob(CheckpointConfig, "checkpoints")
     deadlines: DeadlinesConfig = knob(DeadlinesConfig, "how long each wait may last")
     cluster: ClusterConfig = knob(ClusterConfig, "Ray")

@@ -1,0 +1,144 @@
+"""The Ray actors. Each is a thin shell round a plain Python object, which is made in the actor, in its own process.
+
+Engines and learner are named by import path and imported here only when an actor starts: the driver never loads vLLM or DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import ray
+
+from configs.schema import RewardConfig
+from rewards.contract import RewardItem
+from rewards.pool import RewardPool
+from rollout.engine import Engine, GroupRequest, Health, SwapReport, TokenScores
+from rollout.records import Group, GroupMeta, Score, ScoredGroup, Visit, describe_group
+from rollout.weights import Bucket, Manifest
+
+
+def _resolve(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def process_facts() -> dict[str, Any]:
+    """What the driver checks of an actor's process: pid, niceness, thread budget."""
+    return {"pid": os.getpid(), "niceness": os.nice(0), "num_threads": os.environ.get("OMP_NUM_THREADS", "unset")}
+
+
+class RolloutActor:
+    """A rollout worker: one engine."""
+
+    def __init__(self, module: str, spec: dict[str, Any]) -> None:
+        """``module`` holds EngineSpec and make_engine; ``spec`` are the fields of the former."""
+        self._engine: Engine = _resolve(f"{module}:make_engine")(_resolve(f"{module}:EngineSpec")(**spec))
+        self._closed = False
+
+    def facts(self) -> dict[str, Any]:
+        return process_facts()
+
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        self._engine.submit(requests)
+
+    def groups(self) -> Iterator[list[GroupMeta] | list[Group]]:
+        """A stream of pairs: the small records of some groups, then the groups. The caller owns both."""
+        while not self._closed:
+            groups = self._engine.poll(timeout_s=0.5)
+            if groups:
+                yield [describe_group(group) for group in groups]
+                yield groups
+
+    def receive(self, bucket: Bucket) -> None:
+        self._engine.receive(bucket)
+
+    def swap(self, version: int, manifest: Manifest) -> SwapReport:
+        return self._engine.swap(version, manifest)
+
+    def score_tokens(self, rows: Sequence[np.ndarray[Any, Any]], temperature: float) -> list[TokenScores]:
+        return self._engine.score_tokens(rows, temperature)
+
+    def cancel(self, visits: Sequence[Visit]) -> None:
+        self._engine.cancel(visits)
+
+    def health(self) -> Health:
+        return self._engine.health()
+
+    def close(self) -> None:
+        self._closed = True
+        self._engine.close()
+
+
+class LearnerActor:
+    """One learner rank."""
+
+    def __init__(self, module: str, spec: dict[str, Any], rank: int, world_size: int) -> None:
+        """``module`` holds LearnerSpec, Learner and RolloutBatch; ``spec`` are the fields of the first."""
+        self._learner = _resolve(f"{module}:Learner")(_resolve(f"{module}:LearnerSpec")(**spec), rank, world_size)
+        self._batch_type = _resolve(f"{module}:RolloutBatch")
+
+    def facts(self) -> dict[str, Any]:
+        return process_facts()
+
+    def prepare(
+        self, step: int, version: int, places: Sequence[tuple[int, int]], scores: Sequence[tuple[Score, ...]], parcels: Sequence[Any]
+    ) -> dict[str, float]:
+        """Each group is ``parcels[i][k]`` for its ``(i, k)`` of ``places``; its scores stand at the same place of ``scores``."""
+        fetched: list[list[Group]] = ray.get(list(parcels))
+        groups = tuple(ScoredGroup(fetched[i][k], score) for (i, k), score in zip(places, scores, strict=True))
+        report = self._learner.prepare(self._batch_type(step=step, version=version, groups=groups))
+        return dict(report.metrics)
+
+    def train(self) -> tuple[dict[str, float], int]:
+        report = self._learner.train()
+        return dict(report.metrics), report.num_optimizer_steps
+
+    def buckets(self, generation: int) -> Iterator[Bucket]:
+        yield from self._learner.buckets(generation)
+
+    def manifest(self) -> Manifest:
+        manifest: Manifest = self._learner.manifest()
+        return manifest
+
+    def score_tokens(self, rows: Sequence[np.ndarray[Any, Any]], temperature: float) -> list[np.ndarray[Any, Any]]:
+        scores: list[np.ndarray[Any, Any]] = self._learner.score_tokens(rows, temperature)
+        return scores
+
+    def save(self, folder: str) -> None:
+        self._learner.save(folder)
+
+    def load(self, folder: str) -> None:
+        self._learner.load(folder)
+
+    def export(self, folder: str) -> None:
+        self._learner.export(folder)
+
+
+class RewardActor:
+    """The reward pool of one node. Text is scored where it lies: the parcel is fetched here, only scores travel."""
+
+    def __init__(self, reward: RewardConfig) -> None:
+        self._pool = RewardPool(reward)
+
+    def facts(self) -> dict[str, Any]:
+        return process_facts()
+
+    def score(self, parcel: Sequence[Group], questions: Sequence[tuple[int, str, Any, str | None]]) -> list[tuple[Score, ...]]:
+        """Scores the groups of a parcel at the given places. A question is (place, prompt text, answer, reward part)."""
+        items, sizes = [], []
+        for place, prompt, answer, part in questions:
+            group = parcel[place]
+            sizes.append(len(group.completions))
+            items += [
+                RewardItem(prompt=prompt, completion=c.text, answer=answer, prompt_id=group.visit.prompt_id, part=part)
+                for c in group.completions
+            ]
+        scores = iter(self._pool.score(items))
+        return [tuple(next(scores) for _ in range(size)) for size in sizes]
+
+    def close(self) -> None:
+        self._pool.close()

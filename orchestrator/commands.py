@@ -1,0 +1,200 @@
+"""What each verb of the command line does. A verb takes the checked configuration and returns the exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from ray.exceptions import RayError
+
+from configs.compose import dump_config
+from configs.errors import ConfigError
+from configs.schema import Config
+from learner.warm_start import base_model_path
+from orchestrator import cluster
+from orchestrator.checkpoint import Checkpoint, find_checkpoint
+from orchestrator.console import evaluation_lines, printable
+from orchestrator.errors import RunStopped
+from orchestrator.evaluation import choose_prompts, evaluate
+from orchestrator.fleet import RayFleet, RayScorer
+from orchestrator.job import Job, close_actors, make_reward_actor, make_rollout_worker
+from orchestrator.material import ASKED, Material, engine_spec, gather_material, request_maker
+from orchestrator.run_folder import make_run_folder
+from orchestrator.waits import DeadlinePassed, Waits
+from rollout.records import Purpose, Visit
+
+EXIT_SIGINT, EXIT_SIGTERM = 130, 143
+
+
+def build_model(config: Config) -> int:
+    """Builds the base model, or finds it in the cache, and prints its folder."""
+    started = time.monotonic()
+    folder = base_model_path(config.model, progress=print)
+    print(f"model folder: {folder} ({time.monotonic() - started:.1f} s)")
+    return 0
+
+
+def train(config: Config) -> int:
+    """Trains; with ``resume`` goes on where the last whole checkpoint stands."""
+    resumed = find_checkpoint(Path(config.resume), print) if config.resume else None
+    folder = Path(config.resume) if config.resume else make_run_folder(config.run_dir, "train")
+    (folder / "config.yaml").write_text(dump_config(config, redact=True), encoding="utf-8")
+    stuff = gather_material(config, print)
+    demand = cluster.Demand.of(config, gpu=stuff.num_gpus > 0)
+    print(f"run folder: {folder}", flush=True)
+    ray_cluster = cluster.start_cluster(config.cluster, demand)
+    try:
+        return asyncio.run(_train(config, folder, stuff, resumed, ray_cluster))
+    finally:
+        ray_cluster.close()
+
+
+async def _train(config: Config, folder: Path, stuff: Material, resumed: Checkpoint | None, ray_cluster: cluster.Cluster) -> int:
+    job = Job(config, folder, stuff, resumed)
+    job.view.line(f"model: {stuff.model_path}, {stuff.num_parameters:,} parameters; Ray: {ray_cluster.address}")
+    prompts = stuff.prompts
+    job.view.line(
+        f"prompts: {len(prompts.train)} to train on, {len(prompts.held_out)} held out"
+        + (f", {prompts.num_too_long} too long and left out" if prompts.num_too_long else "")
+        + (f", {prompts.num_cut} cut at their beginning" if prompts.num_cut else "")
+    )
+    interrupt = Interrupt(job.stop, job.view.line)
+    reason = "failed"
+    try:
+        try:
+            await job.start()
+            reason = await job.run()
+        except asyncio.CancelledError:
+            if interrupt.exit_code == 0:
+                raise
+            reason = "stopped"
+        except (DeadlinePassed, RayError) as error:
+            reason = one_line(error)
+            raise RunStopped(reason) from error
+        except RunStopped as error:
+            reason = str(error)
+            raise
+    finally:
+        await job.close()
+        job.summarize(reason)
+        job.view.close()
+    return interrupt.exit_code
+
+
+class Interrupt:
+    """Ctrl-C and SIGTERM: the first lets the run end on whole steps and save, the second ends the process at once."""
+
+    def __init__(self, stop: Callable[[], bool], say: Callable[[str], None]) -> None:
+        """``stop`` asks the work to end and says whether it will; where it will not, the calling task is cancelled."""
+        self.exit_code = 0
+        self._stop = stop
+        self._say = say
+        self._task = asyncio.current_task()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._take, number)
+
+    def _take(self, number: int) -> None:
+        if self.exit_code:
+            os._exit(self.exit_code)
+        self.exit_code = EXIT_SIGINT if number == signal.SIGINT else EXIT_SIGTERM
+        self._say(f"{signal.Signals(number).name}: saving the last whole step; once more to stop at once")
+        if not self._stop() and self._task is not None:
+            self._task.cancel()
+
+
+def one_line(error: BaseException) -> str:
+    """An error in one line, without the remote traceback that Ray wraps round it."""
+    cause = getattr(error, "cause", None) or error
+    text = str(cause).strip() or type(cause).__name__
+    return next((line for line in reversed(text.splitlines()) if line.strip()), text) if isinstance(error, RayError) else text
+
+
+def evaluate_model(config: Config) -> int:
+    """pass@k and avg@k of a checkpoint, or of the base model, on the held-out prompts."""
+
+    async def ask(fleet: RayFleet, scorer: RayScorer, stuff: Material) -> int:
+        held_out = {prompt.id: prompt for prompt in choose_prompts(stuff.prompts.held_out, config.evaluation)}
+        result = await evaluate(fleet, scorer, held_out, num_samples=config.evaluation.num_samples, version=0)
+        for line in evaluation_lines(config.checkpoint_dir or config.model.path, None, result):
+            print(line)
+        return 0
+
+    return _with_engine(config, ask)
+
+
+def sample(config: Config) -> int:
+    """Completions of a checkpoint, or of the base model: for ``sample.prompts``, else for held-out prompts."""
+
+    async def ask(fleet: RayFleet, scorer: RayScorer, stuff: Material) -> int:
+        if config.sample.prompts:
+            chosen = [prompt.id for prompt in stuff.by_id.values() if prompt.source == ASKED]
+        else:
+            chosen = [prompt.id for prompt in stuff.prompts.held_out[: config.sample.num_prompts]]
+        finished = await fleet.evaluate([Visit(prompt_id, 0, Purpose.EVAL) for prompt_id in chosen])
+        for item in finished:
+            group = (await item.address.parcel)[item.address.place]
+            print(printable(stuff.by_id[group.visit.prompt_id].text))
+            for completion in group.completions:
+                print(f"  [{completion.num_tokens} tokens, {completion.finish}] {printable(completion.text)}")
+        return 0
+
+    return _with_engine(config, ask)
+
+
+def _with_engine(config: Config, ask: Callable[[RayFleet, RayScorer, Material], Awaitable[int]]) -> int:
+    """Starts rollout workers on a saved model and the reward pool, asks, and ends them."""
+    stuff = gather_material(config, print)
+    model_path = str(saved_model(config.checkpoint_dir)) if config.checkpoint_dir else stuff.model_path
+    gpu = stuff.num_gpus > 0
+    threads = cluster.thread_budget(config, cluster.usable_cpus(), stuff.num_parameters)
+
+    async def run() -> int:
+        waits, deadlines = Waits(), config.deadlines
+        specs = [
+            engine_spec(config, stuff, name=f"rollout-{i}", model_path=model_path, load_format="auto")
+            for i in range(config.rollout.num_workers)
+        ]
+        workers = [make_rollout_worker(config, spec, num_threads=threads.engine, gpu=gpu) for spec in specs]
+        rewards = make_reward_actor(config)
+        actors = [*(worker.actor for worker in workers), rewards]
+        interrupt = Interrupt(lambda: False, print)
+        try:
+            started = asyncio.gather(*(actor.facts.remote() for actor in actors))
+            await waits.wait(started, owner="actors", name="start", deadline_s=deadlines.start_s)
+            fleet = RayFleet(workers, request_maker(config, stuff))
+            answer = ask(fleet, RayScorer(rewards, stuff.by_id), stuff)
+            code = await waits.wait(answer, owner="rollout workers", name="completions", deadline_s=deadlines.evaluate_s)
+            fleet.close()
+            return code
+        except asyncio.CancelledError:
+            if interrupt.exit_code == 0:
+                raise
+            return interrupt.exit_code
+        except (DeadlinePassed, RayError) as error:
+            raise RunStopped(one_line(error)) from error
+        finally:
+            await close_actors(actors, waits, deadlines.close_s)
+
+    ray_cluster = cluster.start_cluster(config.cluster, cluster.Demand.of(config, gpu=gpu))
+    try:
+        return asyncio.run(run())
+    finally:
+        ray_cluster.close()
+
+
+def saved_model(checkpoint_dir: str) -> Path:
+    """The Hugging Face folder of a checkpoint, of a run's newest checkpoint, or the folder itself."""
+    folder = Path(checkpoint_dir)
+    if (folder / "checkpoints").is_dir():
+        return find_checkpoint(folder, print).model
+    for candidate in (folder / "model", folder):
+        if (candidate / "config.json").is_file():
+            return candidate
+    raise ConfigError(
+        f"checkpoint_dir={checkpoint_dir}: neither a run folder, nor one of its checkpoints, nor a model folder with config.json"
+    )

@@ -1,0 +1,139 @@
+"""All rollout workers as one, the reward pool and the learner, as the loop drives them over Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.handles import StepReport
+from orchestrator.stages import Address, Batch, Finished, Scored
+from rollout.engine import GroupRequest
+from rollout.records import Prompt, Purpose, Visit
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A rollout actor and its name."""
+
+    name: str
+    actor: Any
+
+
+class RayFleet:
+    """Deals visits to workers by how many completions each has outstanding, and merges their streams of finished groups."""
+
+    def __init__(self, workers: Sequence[Worker], request: Callable[[Visit], GroupRequest]) -> None:
+        self.workers = tuple(workers)
+        self._request = request
+        self._outstanding: dict[str, set[Visit]] = {worker.name: set() for worker in workers}
+        self._finished: asyncio.Queue[list[Finished]] = asyncio.Queue()
+        self._evaluated: dict[Visit, asyncio.Future[Finished]] = {}
+        self._streams = [asyncio.create_task(self._follow(worker)) for worker in workers]
+        self.num_groups: Counter[str] = Counter()  # finished training groups by worker
+
+    async def submit(self, visits: Sequence[Visit]) -> None:
+        requests: dict[str, list[GroupRequest]] = defaultdict(list)
+        for visit in visits:
+            name = min(self._outstanding, key=lambda name: len(self._outstanding[name]))
+            self._outstanding[name].add(visit)
+            requests[name].append(self._request(visit))
+        await asyncio.gather(*(w.actor.submit.remote(requests[w.name]) for w in self.workers if requests[w.name]))
+
+    async def next_finished(self) -> list[Finished]:
+        finished = asyncio.ensure_future(self._finished.get())
+        await asyncio.wait({finished, *self._streams}, return_when=asyncio.FIRST_COMPLETED)
+        for stream in self._streams:
+            if stream.done():
+                finished.cancel()
+                stream.result()  # raises what ended it
+                raise RuntimeError("a rollout worker's stream of groups ended while the run goes on")
+        return finished.result()
+
+    async def evaluate(self, visits: Sequence[Visit]) -> list[Finished]:
+        """The groups of evaluation visits, in the order asked. They never reach ``next_finished``."""
+        loop = asyncio.get_running_loop()
+        self._evaluated |= {visit: loop.create_future() for visit in visits}
+        await self.submit(visits)
+        waiting = asyncio.gather(*(self._evaluated[visit] for visit in visits))
+        await asyncio.wait({waiting, *self._streams}, return_when=asyncio.FIRST_COMPLETED)
+        for stream in self._streams:
+            if stream.done():
+                stream.result()
+        for visit in visits:
+            del self._evaluated[visit]
+        return waiting.result()
+
+    async def cancel(self, visits: Sequence[Visit]) -> None:
+        dropped = set(visits)
+        for worker in self.workers:
+            mine = self._outstanding[worker.name] & dropped
+            if mine:
+                self._outstanding[worker.name] -= mine
+                await worker.actor.cancel.remote(list(mine))
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.cancel()
+
+    async def _follow(self, worker: Worker) -> None:
+        stream = worker.actor.groups.remote().__aiter__()
+        async for reference in stream:
+            metas = await reference
+            parcel = await stream.__anext__()
+            finished = [Finished(meta, Address(parcel, place)) for place, meta in enumerate(metas)]
+            self._outstanding[worker.name] -= {item.meta.visit for item in finished}
+            for item in finished:
+                if item.meta.visit.purpose is Purpose.EVAL:
+                    self._evaluated[item.meta.visit].set_result(item)
+            training = [item for item in finished if item.meta.visit.purpose is Purpose.TRAIN]
+            if training:
+                self.num_groups[worker.name] += len(training)
+                self._finished.put_nowait(training)
+
+
+class RayScorer:
+    """Scores parcels in the reward actor."""
+
+    def __init__(self, actor: Any, prompts: Mapping[str, Prompt]) -> None:
+        self._actor = actor
+        self._prompts = prompts
+
+    async def score(self, finished: Sequence[Finished]) -> list[Scored]:
+        parcels: dict[Any, list[Finished]] = defaultdict(list)
+        for item in finished:
+            parcels[item.address.parcel].append(item)
+        scored = await asyncio.gather(*(self._score_parcel(parcel, items) for parcel, items in parcels.items()))
+        by_visit = {item.meta.visit: item for items in scored for item in items}
+        return [by_visit[item.meta.visit] for item in finished]
+
+    async def _score_parcel(self, parcel: Any, items: Sequence[Finished]) -> list[Scored]:
+        questions = []
+        for item in items:
+            prompt = self._prompts[item.meta.visit.prompt_id]
+            questions.append((item.address.place, prompt.text, prompt.answer, prompt.reward))
+        scores = await self._actor.score.remote(parcel, questions)
+        return [Scored(item.meta, item.address, score) for item, score in zip(items, scores, strict=True)]
+
+
+class RayLearner:
+    """The learner's ranks. One for now; the call goes to all of them and the first one's metrics are the batch's."""
+
+    def __init__(self, ranks: Sequence[Any]) -> None:
+        self.ranks = tuple(ranks)
+
+    async def prepare(self, batch: Batch) -> dict[str, float]:
+        parcels = list({id(kept.scored.address.parcel): kept.scored.address.parcel for kept in batch.groups}.values())
+        number = {id(parcel): i for i, parcel in enumerate(parcels)}
+        places = [(number[id(kept.scored.address.parcel)], kept.scored.address.place) for kept in batch.groups]
+        scores = [kept.scored.scores for kept in batch.groups]
+        reports = await asyncio.gather(
+            *(rank.prepare.remote(batch.step, batch.version, places, scores, parcels) for rank in self.ranks)
+        )
+        return dict(reports[0])
+
+    async def train(self) -> StepReport:
+        metrics, num_steps = (await asyncio.gather(*(rank.train.remote() for rank in self.ranks)))[0]
+        return StepReport(metrics=metrics, num_optimizer_steps=num_steps)

@@ -1,0 +1,62 @@
+"""What the loop drives: engines, verifiers, learner and push, each behind a small asynchronous handle.
+
+The real ones stand in ``fleet``, ``actors`` and ``push``; a test puts fakes in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from orchestrator.stages import Batch, Finished, Scored, StepOutcome
+from rollout.records import Visit
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What the learner says of one trained batch."""
+
+    metrics: dict[str, float]
+    num_optimizer_steps: int
+
+
+class Fleet(Protocol):
+    """All rollout workers as one."""
+
+    async def submit(self, visits: Sequence[Visit]) -> None:
+        """Asks for the visits' groups."""
+
+    async def next_finished(self) -> list[Finished]:
+        """Training groups as they finish, at least one."""
+
+    async def cancel(self, visits: Sequence[Visit]) -> None:
+        """Stops generating them; their groups do not come back."""
+
+
+class Scorer(Protocol):
+    async def score(self, finished: Sequence[Finished]) -> list[Scored]:
+        """A score for every completion, in order. A verifier that fails gives a status, never an exception."""
+
+
+class LearnerHandle(Protocol):
+    async def prepare(self, batch: Batch) -> dict[str, float]:
+        """Log-probabilities, advantages, weights and denominators of the batch; its metrics."""
+
+    async def train(self) -> StepReport:
+        """The optimizer steps of the prepared batch."""
+
+
+class Pusher(Protocol):
+    async def push(self, version: int) -> dict[str, float]:
+        """The learner's weights on every engine as ``version``, proven. Returns metrics."""
+
+
+class Observer(Protocol):
+    """What sees and saves the run. It is awaited, so the loop stands still meanwhile."""
+
+    async def after_step(self, outcome: StepOutcome) -> None:
+        """A step is over: its batch is trained and pushed, or it was empty."""
+
+    def event(self, name: str, **fields: object) -> None:
+        """Something worth a line in events.jsonl."""

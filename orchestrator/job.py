@@ -1,0 +1,386 @@
+"""A training run, put together: actors, the first proof, the loop, evaluations, checkpoints, the summary."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from configs.functions import resolve_function
+from configs.schema import Config
+from learner.selection import SELECTIONS, Decision
+from orchestrator import cluster, material
+from orchestrator.actors import LearnerActor, RewardActor, RolloutActor
+from orchestrator.checkpoint import Checkpoint, write_checkpoint
+from orchestrator.console import View, evaluation_lines, make_view
+from orchestrator.evaluation import Evaluation, choose_prompts, evaluate
+from orchestrator.fleet import RayFleet, RayLearner, RayScorer, Worker
+from orchestrator.handles import LearnerHandle, Scorer, StepReport
+from orchestrator.ledger import Ledger, Length
+from orchestrator.loop import Loop, LoopSettings
+from orchestrator.material import Material
+from orchestrator.metrics import step_metrics
+from orchestrator.push import RayPusher
+from orchestrator.recorder import Recorder
+from orchestrator.run_folder import write_json
+from orchestrator.stages import Batch, Finished, Scored, StepOutcome
+from orchestrator.waits import DeadlinePassed, Waits
+from rollout.engine import engine_environment
+from rollout.records import Purpose, Score, sampling_seed
+
+DEFAULT_BATCHES_PER_STEP = 8  # bound on the visits of a step where rollout.max_visits_per_step is not set
+PROOF_ROWS = 4  # of at most 64 tokens: the fixed tokens of the first push's proof
+
+
+class Job:
+    """One training run. ``start`` brings everything up, ``run`` trains, ``close`` ends every actor."""
+
+    def __init__(self, config: Config, folder: Path, stuff: Material, resumed: Checkpoint | None) -> None:
+        self.config = config
+        self.folder = folder
+        self._material = stuff
+        self._resumed = resumed
+        self._waits = Waits()
+        state = resumed.state if resumed else {"step": 0, "version": 0, "incarnation": -1}
+        self._incarnation = state["incarnation"] + 1
+        self._length = Length(len(stuff.prompts.train), config.batch.groups_per_step, config.data.last_batch)
+        epochs = config.data.num_epochs
+        self.num_steps = config.steps if config.steps is not None else self._length.steps(epochs or 0)
+        self.view = make_view(config.log.console, self.num_steps)
+        self._ledger = Ledger(
+            [prompt.id for prompt in stuff.prompts.train],
+            length=self._length,
+            seed=config.seed,
+            shuffle=config.data.shuffle,
+            max_visits=self._length.visits(epochs) if epochs is not None else None,
+        )
+        if resumed:
+            self._ledger.restore(resumed.state["ledger"])
+        self._recorder = Recorder(
+            folder, config.log, stuff.by_id, incarnation=self._incarnation, record=config.rollout.record, seed=config.seed
+        )
+        self._held_out = {prompt.id: prompt for prompt in choose_prompts(stuff.prompts.held_out, config.evaluation)}
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._saved_step: int | None = resumed.step if resumed else None
+        self._step, self._version = state["step"], state["version"]
+        self._first_step = self._step
+        self._evaluations: dict[int, Evaluation] = {}
+        self._loop: Loop | None = None
+        self._actors: list[Any] = []
+        self.checkpoint: Path | None = resumed.folder if resumed else None
+
+    # ---- start and end ----------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Actors, weights, the first push and its proof."""
+        self.view.stage("starting actors")
+        config, started = self.config, time.monotonic()
+        threads = cluster.thread_budget(config, cluster.usable_cpus(), self._material.num_parameters)
+        self.view.line(f"threads: {threads}")
+        workers = [self._make_worker(f"rollout-{i}", threads.engine) for i in range(config.rollout.num_workers)]
+        learner = self._make_learner(threads.learner)
+        rewards = make_reward_actor(config)
+        self._actors = [*(worker.actor for worker in workers), learner, rewards]
+        facts = await self._wait(
+            asyncio.gather(*(actor.facts.remote() for actor in self._actors)), "actors", "start", config.deadlines.start_s
+        )
+        self._recorder.event("started", actors=facts, threads=str(threads))
+        slow = [fact["pid"] for fact in facts if fact["niceness"] > 0]
+        if slow:
+            self.view.line(
+                f"warning: Ray runs {len(slow)} of {len(facts)} actors at a lower priority (nice > 0): any other process slows them "
+                "many times over; start the cluster with RAY_worker_niceness=0 in its environment"
+            )
+        if self._resumed:
+            await self._wait(learner.load.remote(str(self._resumed.learner)), "learner", "load", config.deadlines.start_s)
+        self._fleet = RayFleet(workers, material.request_maker(config, self._material))
+        self._scorer: Scorer = RayScorer(rewards, self._material.by_id)
+        if config.shuffle_rewards:
+            self._scorer = ShufflingScorer(self._scorer, config.seed)
+        self._learner = RayLearner([learner])
+        self._pusher = RayPusher(
+            learner, workers, dtype=config.model.dtype, temperature=config.rollout.temperature, rows=proof_rows(self._material)
+        )
+        self.view.stage("first push")
+        await self._wait(self._pusher.push(self._version), "push", f"version {self._version}", config.deadlines.start_s)
+        for agreement in await self._wait(self._pusher.prove(), "push", "proof", config.deadlines.start_s):
+            self._recorder.event("proven", **{name: getattr(agreement, name) for name in agreement.__slots__})
+        self._seconds["start"] = time.monotonic() - started
+
+    def _make_worker(self, name: str, num_threads: int) -> Worker:
+        spec = material.engine_spec(
+            self.config, self._material, name=name, model_path=self._material.model_path, load_format="dummy"
+        )
+        return make_rollout_worker(self.config, spec, num_threads=num_threads, gpu=self._material.num_gpus > 0)
+
+    def _make_learner(self, num_threads: int) -> Any:
+        gpu = self._material.num_gpus > 0
+        options = cluster.actor_options(
+            "learner-0",
+            num_cpus=1,
+            num_gpus=1 if gpu else 0,
+            env=cluster.learner_environment(
+                num_threads, rank=0, world_size=1, address="127.0.0.1", port=cluster.free_port(), gpu=gpu
+            ),
+            concurrency=1,
+        )
+        batch = self.config.batch
+        total = self.num_steps * batch.num_mini_batches * batch.num_passes
+        spec = material.learner_spec(self.config, self._material, total_optimizer_steps=total)
+        return ray.remote(LearnerActor).options(**options).remote("learner.learner", spec, 0, 1)
+
+    async def close(self) -> None:
+        """Ends the actors, each within its deadline, and the files."""
+        if hasattr(self, "_fleet"):
+            self._fleet.close()
+        await close_actors(self._actors, self._waits, self.config.deadlines.close_s)
+        self._recorder.close()
+
+    def stop(self) -> bool:
+        """Asks the loop to end on whole steps. False where it does not run, so the caller cancels instead."""
+        if self._loop is None:
+            return False
+        self._loop.stop()
+        return True
+
+    # ---- train ------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> str:
+        """Trains and returns why it ended. Whatever ends it, the last whole step is saved first where it can be."""
+        config = self.config
+        if config.evaluation.before and not self._resumed:
+            await self._evaluate("before training")
+        loop = Loop(
+            self._settings(),
+            self._ledger,
+            (self._fleet, self._scorer, StagedLearner(self._learner, self.view), self._pusher, self),
+            self._selection(),
+            self._waits,
+            step=self._step,
+            version=self._version,
+        )
+        self._loop = loop
+        try:
+            reason = await loop.run()
+        except Exception:
+            if loop.between_steps:
+                await self._save()
+            raise
+        finally:
+            self._loop = None
+        await self._save()
+        if reason != "stopped" and config.evaluation.after:
+            await self._evaluate("after training")
+        return reason
+
+    def _settings(self) -> LoopSettings:
+        config = self.config
+        return LoopSettings(
+            groups_per_step=config.batch.groups_per_step,
+            max_lag=config.rollout.max_lag,
+            oversample=config.rollout.oversample,
+            max_visits_per_step=config.rollout.max_visits_per_step or DEFAULT_BATCHES_PER_STEP * config.batch.groups_per_step,
+            when_short=config.rollout.when_short,
+            max_token_lag=config.rollout.max_token_lag,
+            max_failed_share=config.reward.max_failed_share,
+            num_steps=self.num_steps,
+            deadlines=config.deadlines,
+        )
+
+    def _selection(self) -> Callable[[Sequence[Score]], Decision]:
+        choice = self.config.selection
+        return functools.partial(resolve_function(choice.name, SELECTIONS, "selection"), **choice.params)
+
+    async def after_step(self, outcome: StepOutcome) -> None:
+        """Observer of the loop: metrics, samples, evaluation and checkpoint where they are due."""
+        self._step = step = outcome.batch.step
+        self._version = outcome.batch.version + bool(outcome.batch.groups)
+        metrics = outcome.metrics | step_metrics(outcome, self._material.by_id)
+        for name in ("generate", "prepare", "train", "push"):
+            self._seconds[name] += metrics.get(f"time/{name}_s", 0.0)
+        await self._recorder.groups(outcome)
+        every = self.config.evaluation.every
+        if every and step % every == 0 and step < self.num_steps:
+            metrics |= (await self._evaluate(f"step {step}")).metrics()
+        self._recorder.metrics(step, self._version, metrics)
+        self._warn(step, metrics)
+        self.view.step(step, metrics)
+        self.view.stage("generate")
+        if self.config.checkpoint.every and step % self.config.checkpoint.every == 0:
+            await self._save()
+
+    def event(self, name: str, **fields: object) -> None:
+        self._recorder.event(name, **fields)
+
+    def _warn(self, step: int, metrics: dict[str, float]) -> None:
+        if metrics.get("len/trunc_frac", 0.0) == 1.0 and step <= self._first_step + 2:
+            self.view.line(
+                f"warning: every completion of step {step} ran into rollout.max_new_tokens={self.config.rollout.max_new_tokens}: "
+                "raise it, or check that the template and the model agree on the end token"
+            )
+
+    # ---- evaluate, save ---------------------------------------------------------------------------------------------
+
+    async def _evaluate(self, title: str) -> Evaluation:
+        self.view.stage("evaluate")
+        started = time.monotonic()
+        before = next(iter(self._evaluations.values()), None)
+        evaluation = await self._wait(
+            evaluate(
+                self._fleet, self._scorer, self._held_out, num_samples=self.config.evaluation.num_samples, version=self._version
+            ),
+            "rollout workers",
+            "evaluation",
+            self.config.deadlines.evaluate_s,
+        )
+        self._evaluations[self._version] = evaluation
+        self._seconds["evaluate"] += time.monotonic() - started
+        self._recorder.event("evaluated", title=title, **evaluation.as_json())
+        for line in evaluation_lines(title, before, evaluation):
+            self.view.line(line)
+        return evaluation
+
+    async def _save(self) -> None:
+        """A checkpoint of the last whole step; nothing where it is saved already or nothing was trained."""
+        step = self._step
+        if step in (0, self._saved_step):
+            return
+        self.view.stage("checkpoint")
+        started = time.monotonic()
+        state = {"step": step, "version": self._version, "incarnation": self._incarnation, "ledger": self._ledger.state()}
+        self.checkpoint = await self._wait(
+            write_checkpoint(self.folder / "checkpoints", state, self._save_learner, keep_last=self.config.checkpoint.keep_last),
+            "learner",
+            f"checkpoint of step {step}",
+            self.config.deadlines.checkpoint_s,
+        )
+        self._saved_step = step
+        self._seconds["checkpoint"] += time.monotonic() - started
+        self._recorder.event("checkpoint", step=step, folder=self.checkpoint.name)
+
+    async def _save_learner(self, learner_folder: Path, model_folder: Path) -> None:
+        rank = self._learner.ranks[0]
+        await rank.save.remote(str(learner_folder))
+        await rank.export.remote(str(model_folder))
+
+    async def _wait(self, awaitable: Any, owner: str, name: str, deadline_s: float) -> Any:
+        return await self._waits.wait(awaitable, owner=owner, name=name, deadline_s=deadline_s)
+
+    # ---- the end ----------------------------------------------------------------------------------------------------
+
+    def summarize(self, reason: str) -> None:
+        """Writes summary.json and says how the run went, and what to type next."""
+        before, after = self._evaluations.get(0), self._evaluations.get(self._version)
+        write_json(
+            self.folder / "summary.json",
+            {
+                "exit_reason": reason,
+                "step": self._step,
+                "version": self._version,
+                "incarnation": self._incarnation,
+                "pass_at_1_before": before.pass_at_1 if before else None,
+                "pass_at_1_after": after.pass_at_1 if after else None,
+                "pass_at_1_by_stratum_before": before.pass_at_1_by_stratum if before else None,
+                "pass_at_1_by_stratum_after": after.pass_at_1_by_stratum if after else None,
+                "seconds_by_stage": dict(self._seconds),
+                "num_groups_by_worker": dict(self._fleet.num_groups) if hasattr(self, "_fleet") else {},
+                "visits": dict(self._ledger.counts),
+                "checkpoint": self.checkpoint.name if self.checkpoint else None,
+            },
+        )
+        total = sum(self._seconds.values()) or 1.0
+        shares = sorted(self._seconds.items(), key=lambda item: -item[1])
+        self.view.line("time: " + ", ".join(f"{name} {s:.1f} s ({s / total:.0%})" for name, s in shares))
+        self.view.line(f"run folder: {self.folder}")
+        if self.checkpoint:
+            self.view.line(f"next: limen sample checkpoint_dir={self.checkpoint}")
+            self.view.line(f"      limen eval checkpoint_dir={self.checkpoint}")
+            self.view.line(f"      limen train resume={self.folder} steps={self.num_steps + max(1, self.num_steps // 2)}")
+
+
+class ShufflingScorer:
+    """Shuffles the scores within each group, seeded by the visit: the control that must not learn (`shuffle_rewards`)."""
+
+    def __init__(self, inner: Scorer, seed: int) -> None:
+        self._inner = inner
+        self._seed = seed
+
+    async def score(self, finished: Sequence[Finished]) -> list[Scored]:
+        return [self._shuffled(item) for item in await self._inner.score(finished)]
+
+    def _shuffled(self, item: Scored) -> Scored:
+        visit = item.meta.visit
+        if visit.purpose is Purpose.EVAL:
+            return item
+        order = np.random.default_rng(sampling_seed(self._seed, visit, -1)).permutation(len(item.scores))
+        return Scored(item.meta, item.address, tuple(item.scores[i] for i in order))
+
+
+class StagedLearner:
+    """The learner, telling the view which stage runs."""
+
+    def __init__(self, inner: LearnerHandle, view: View) -> None:
+        self._inner = inner
+        self._view = view
+
+    async def prepare(self, batch: Batch) -> dict[str, float]:
+        self._view.stage("prepare")
+        return await self._inner.prepare(batch)
+
+    async def train(self) -> StepReport:
+        self._view.stage("train")
+        return await self._inner.train()
+
+
+def make_rollout_worker(config: Config, spec: dict[str, Any], *, num_threads: int, gpu: bool) -> Worker:
+    """A rollout actor, starting."""
+    options = cluster.actor_options(
+        spec["name"],
+        num_cpus=config.rollout.tensor_parallel_size,
+        num_gpus=config.rollout.tensor_parallel_size if gpu else 0,
+        env=engine_environment(num_threads=num_threads),
+        concurrency=8,  # the stream of groups, a push, a score and health must not wait for one another
+    )
+    module = material.ENGINE_MODULES[config.rollout.engine.value]
+    return Worker(spec["name"], ray.remote(RolloutActor).options(**options).remote(module, spec))
+
+
+def make_reward_actor(config: Config) -> Any:
+    """The reward pool, starting. It holds one CPU a verifier process in Ray's books."""
+    options = cluster.actor_options(
+        "rewards", num_cpus=config.reward.num_workers, num_gpus=0, env={"OMP_NUM_THREADS": "1"}, concurrency=8
+    )
+    return ray.remote(RewardActor).options(**options).remote(config.reward)
+
+
+async def close_actors(actors: Sequence[Any], waits: Waits, deadline_s: float) -> None:
+    """Asks each actor to close, then kills it: one that does not answer is not waited for twice."""
+    for actor in actors:
+        if hasattr(actor, "close"):
+            try:
+                await waits.wait(_await(actor.close.remote()), owner="actor", name="close", deadline_s=deadline_s)
+            except (DeadlinePassed, ray.exceptions.RayError):
+                pass  # it is killed next
+        ray.kill(actor)
+
+
+async def _await(reference: Any) -> Any:
+    return await reference
+
+
+def proof_rows(stuff: Material) -> list[np.ndarray[Any, Any]]:
+    """Fixed token ids for the proof of the first push: prompts, filled up with tokens drawn from the vocabulary."""
+    random = np.random.default_rng(0)
+    rows = []
+    for prompt in stuff.prompts.train[:PROOF_ROWS]:
+        start = prompt.token_ids[:32]
+        filling = random.integers(0, len(stuff.tokenizer), size=16, dtype=np.int32)
+        rows.append(np.concatenate([start, filling]).astype(np.int32))
+    return rows

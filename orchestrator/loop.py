@@ -1,0 +1,290 @@
+"""The loop: one for every lag, plain asyncio, driven by handles.
+
+    ledger picks -> rollout worker -> reward pool -> selection -> buffer -> prepare -> train -> push -> rollout worker
+
+| stage   | takes              | gives                            | waits for                        | who unblocks it          |
+|---------|--------------------|----------------------------------|----------------------------------|--------------------------|
+| produce | the ledger's picks | groups, as each finishes         | room: see ``_room``              | a proven push, a drop    |
+| score   | group              | scored group                     | a free reward process            | the pool; a deadline     |
+| select  | scored group       | kept, or dropped with a reason   | nothing (pure)                   | -                        |
+| prepare | a full batch       | log-probabilities, advantages    | a forward of the learner         | learner ranks            |
+| train   | a prepared batch   | metrics; changed weights         | optimizer steps                  | learner ranks            |
+| push    | changed weights    | engines at the new version       | every engine, with a deadline    | engines                  |
+
+A visit is *open* from its pick until it is dropped, or until the step that trained it has its version proven. Never more than
+``(max_lag + oversample) * groups_per_step`` are open, so at ``max_lag: 0`` nothing is generated between a full batch and the
+end of the push: the synchronous mode is a lag of 0, not another loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from configs.schema import DeadlinesConfig, WhenShort
+from learner.selection import Decision
+from orchestrator.errors import RunStopped
+from orchestrator.handles import Fleet, LearnerHandle, Observer, Pusher, Scorer
+from orchestrator.ledger import Ledger, Pick
+from orchestrator.metrics import pass_rate_histogram, status_counts
+from orchestrator.stages import Batch, Finished, Kept, Scored, StepOutcome
+from orchestrator.waits import Waits
+from rollout.records import Score, Status, Visit
+
+
+@dataclass(frozen=True, slots=True)
+class LoopSettings:
+    groups_per_step: int
+    max_lag: int
+    oversample: float
+    max_visits_per_step: int
+    when_short: WhenShort
+    max_token_lag: int | None
+    max_failed_share: float
+    num_steps: int
+    deadlines: DeadlinesConfig
+
+
+class Loop:
+    """Trains from ``step`` (the last one done) to ``settings.num_steps``, or until ``stop`` is called or the data is used up."""
+
+    def __init__(
+        self,
+        settings: LoopSettings,
+        ledger: Ledger,
+        handles: tuple[Fleet, Scorer, LearnerHandle, Pusher, Observer],
+        select: Callable[[Sequence[Score]], Decision],
+        waits: Waits,
+        *,
+        step: int,
+        version: int,
+    ) -> None:
+        self._settings = settings
+        self._ledger = ledger
+        self._fleet, self._scorer, self._learner, self._pusher, self._observer = handles
+        self._select = select
+        self._waits = waits
+        self.step = step
+        self.version = version
+        self.between_steps = True  # the learner's weights are those of ``version``
+        self._running: dict[Visit, Pick] = {}  # asked of an engine, or being scored
+        self._buffer: dict[int, Kept] = {}  # kept groups by pick order
+        self._progress = asyncio.Event()  # a group was kept or dropped, or the run is to stop
+        self._stopping = False
+        self._begin_step()
+
+    def stop(self) -> None:
+        """Ends the run at the next moment at which it stands on whole steps."""
+        self._stopping = True
+        self._progress.set()
+
+    async def run(self) -> str:
+        """Runs the loop. Returns why it ended: ``done``, ``data used up`` or ``stopped``. Raises RunStopped, DeadlinePassed."""
+        collector = asyncio.create_task(self._collect())
+        try:
+            while self.step < self._settings.num_steps:
+                reason = await self._run_step(collector)
+                if reason:
+                    return reason
+            return "done"
+        finally:
+            collector.cancel()
+            await asyncio.gather(collector, return_exceptions=True)
+
+    async def _run_step(self, collector: asyncio.Task[None]) -> str | None:
+        started = time.monotonic()
+        self._begin_step()
+        groups = await self._fill(collector)
+        if self._stopping:
+            return "stopped"
+        if not groups and self._used_up():
+            return "data used up"
+        batch = Batch(step=self.step + 1, version=self.version, groups=tuple(groups))
+        metrics = {"time/generate_s": time.monotonic() - started}
+        if groups:
+            metrics |= await self._train(batch)
+        self.step = batch.step
+        self.between_steps = True
+        metrics["time/step_s"] = time.monotonic() - started
+        await self._observer.after_step(StepOutcome(batch, tuple(self._seen), dict(self._dropped), metrics))
+        return None
+
+    def _begin_step(self) -> None:
+        self._num_picked = 0
+        self._budget = self._ledger.step_budget()
+        self._dropped: Counter[str] = Counter()
+        self._seen: list[Scored] = []
+
+    # ---- produce ----------------------------------------------------------------------------------------------------
+
+    def _room(self) -> int:
+        bound = int((self._settings.max_lag + self._settings.oversample) * self._settings.groups_per_step)
+        if self._ledger.num_open > bound:
+            raise AssertionError(f"{self._ledger.num_open} visits are open, the bound is {bound}")
+        left = self._settings.max_visits_per_step - self._num_picked
+        if self._budget is not None:
+            left = min(left, self._budget - self._num_picked)
+        return max(0, min(bound - self._ledger.num_open, left))
+
+    async def _produce(self) -> None:
+        picks = self._ledger.pick(0 if self._stopping else self._room())
+        self._num_picked += len(picks)
+        self._running |= {pick.visit: pick for pick in picks}
+        if picks:
+            await self._fleet.submit([pick.visit for pick in picks])
+
+    # ---- score, select ----------------------------------------------------------------------------------------------
+
+    async def _collect(self) -> None:
+        async with asyncio.TaskGroup() as scoring:
+            while True:
+                finished = await self._fleet.next_finished()
+                scoring.create_task(self._score(finished))
+
+    async def _score(self, finished: Sequence[Finished]) -> None:
+        wanted = [item for item in finished if item.meta.visit in self._running]  # the rest was cancelled
+        if not wanted:
+            return
+        scored = await self._waits.wait(
+            self._scorer.score(wanted), owner="reward pool", name="scores", deadline_s=self._settings.deadlines.score_s
+        )
+        for item in scored:
+            self._settle(item)
+        await self._produce()
+        self._progress.set()
+
+    def _settle(self, scored: Scored) -> None:
+        pick = self._running.pop(scored.meta.visit, None)
+        if pick is None:
+            return
+        self._seen.append(scored)
+        decision = self._select(scored.scores)
+        if decision.reason is not None:
+            self._drop(pick, decision.reason)
+        else:
+            self._ledger.keep(pick.visit)
+            self._buffer[pick.order] = Kept(pick, scored)
+
+    def _drop(self, pick: Pick, reason: str) -> None:
+        self._ledger.drop(pick.visit, reason)
+        self._dropped[reason] += 1
+
+    # ---- the batch --------------------------------------------------------------------------------------------------
+
+    async def _fill(self, collector: asyncio.Task[None]) -> list[Kept]:
+        """The groups of this step, in pick order; fewer than a batch only by ``when_short`` or at the end of the data."""
+        await self._produce()
+        while not self._stopping:
+            self._progress.clear()
+            ready = self._ready()
+            if len(ready) == self._settings.groups_per_step:
+                return await self._take(ready)
+            if not self._running and self._room() == 0:
+                return await self._short(ready)
+            progress = asyncio.ensure_future(self._progress.wait())
+            await self._waits.wait(
+                asyncio.wait({progress, collector}, return_when=asyncio.FIRST_COMPLETED),
+                owner="rollout workers",
+                name=f"a finished group for step {self.step + 1}",
+                deadline_s=self._settings.deadlines.generate_s,
+            )
+            progress.cancel()
+            if collector.done():
+                _raise_first(collector)
+        return []
+
+    def _ready(self) -> list[Kept]:
+        """At lag 0 the first kept visits in pick order, whatever finished first; above it those that are there."""
+        orders = sorted(self._buffer)
+        if self._settings.max_lag == 0 and self._running:
+            first_running = min(pick.order for pick in self._running.values())
+            orders = [order for order in orders if order < first_running]
+        return [self._buffer[order] for order in orders[: self._settings.groups_per_step]]
+
+    async def _take(self, groups: list[Kept]) -> list[Kept]:
+        for kept in groups:
+            del self._buffer[kept.pick.order]
+        if self._settings.max_lag == 0:
+            surplus = [*self._running.values(), *(kept.pick for kept in self._buffer.values())]
+            await self._fleet.cancel(list(self._running))
+            self._running.clear()
+            self._buffer.clear()
+            for pick in surplus:
+                self._drop(pick, "surplus")
+        self._check_verifiers()
+        limit = self._settings.max_token_lag
+        late = [kept for kept in groups if limit is not None and self.version - kept.scored.meta.min_version > limit]
+        for kept in late:
+            self._drop(kept.pick, "late")
+        return [kept for kept in groups if kept not in late]
+
+    async def _short(self, ready: list[Kept]) -> list[Kept]:
+        """The batch cannot be filled: the visits allowed to this step, or the data, are used up."""
+        used_up = self._used_up()
+        if used_up or (self._budget is not None and self._num_picked >= self._budget):
+            return await self._take(ready)
+        message = (
+            f"step {self.step + 1}: {len(ready)} of {self._settings.groups_per_step} groups were kept out of "
+            f"{self._num_picked} visits ({', '.join(f'{reason}: {n}' for reason, n in self._dropped.items()) or 'none dropped'}); "
+            f"{pass_rate_histogram(self._seen)}"
+        )
+        self._observer.event("short_batch", step=self.step + 1, message=message, policy=self._settings.when_short.value)
+        match self._settings.when_short:
+            case WhenShort.stop:
+                raise RunStopped(
+                    message + "; raise rollout.max_visits_per_step, choose prompts nearer the model's ability, "
+                    "or set rollout.when_short to train or carry"
+                )
+            case WhenShort.train:
+                return await self._take(ready)
+            case WhenShort.carry:
+                return []
+
+    def _check_verifiers(self) -> None:
+        statuses = status_counts(self._seen)
+        failed = statuses.total() - statuses[Status.OK]
+        if failed > self._settings.max_failed_share * statuses.total():
+            raise RunStopped(
+                f"the verifier failed on {failed} of {statuses.total()} completions of step {self.step + 1} "
+                f"({', '.join(f'{status}: {count}' for status, count in statuses.items())}), more than "
+                f"reward.max_failed_share={self._settings.max_failed_share:g} allows; events.jsonl has its messages"
+            )
+
+    def _used_up(self) -> bool:
+        return self._ledger.used_up and not self._running
+
+    # ---- train, push ------------------------------------------------------------------------------------------------
+
+    async def _train(self, batch: Batch) -> dict[str, float]:
+        deadlines, start = self._settings.deadlines, time.monotonic()
+        self.between_steps = False
+        prepared = await self._waits.wait(
+            self._learner.prepare(batch), owner="learner", name=f"prepare step {batch.step}", deadline_s=deadlines.prepare_s
+        )
+        middle = time.monotonic()
+        report = await self._waits.wait(
+            self._learner.train(), owner="learner", name=f"train step {batch.step}", deadline_s=deadlines.train_s
+        )
+        end = time.monotonic()
+        pushed = await self._waits.wait(
+            self._pusher.push(self.version + 1), owner="push", name=f"version {self.version + 1}", deadline_s=deadlines.push_s
+        )
+        self.version += 1
+        self._ledger.train([kept.pick.visit for kept in batch.groups])
+        times = {
+            "time/prepare_s": middle - start,
+            "time/train_s": end - middle,
+            "time/push_s": time.monotonic() - end,
+        }
+        return prepared | report.metrics | pushed | times
+
+
+def _raise_first(task: asyncio.Task[None]) -> None:
+    """The collector ends only by an exception; a group of one is shown as that one."""
+    error = task.exception()
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    raise error or RuntimeError("the collector of finished groups ended by itself")

@@ -1,0 +1,141 @@
+"""What a run works on, known before Ray starts: prompts, tokenizer, model folder; and what is asked of an engine for a visit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from configs.schema import Config, RolloutConfig, Seeds
+from learner.warm_start import base_model_path
+from rollout.engine import GroupRequest, OnSwap, Sampling
+from rollout.prompts import PromptSet, load_prompts, render
+from rollout.records import Prompt, Purpose, Visit, sampling_seed
+from rollout.sources import Row
+from rollout.tokenizer import load_tokenizer
+
+ASKED = "asked"  # source of the prompts a person gives to `limen sample`
+ENGINE_MODULES = {"in_process": "rollout.vllm_in_process", "async_core": "rollout.vllm_async_core"}
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    model_path: str  # a Hugging Face folder or name
+    tokenizer: Any
+    prompts: PromptSet
+    by_id: Mapping[str, Prompt]
+    num_parameters: int
+    num_gpus: int  # seen by this process
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        return max(len(prompt.token_ids) for prompt in self.by_id.values())
+
+
+def gather_material(config: Config, say: Callable[[str], None]) -> Material:
+    """Builds or finds the base model and loads the prompts. Raises DataError, ConfigError, ModelError."""
+    path = str(base_model_path(config.model, progress=say))
+    tokenizer = load_tokenizer(path, config.model.trust_remote_code)
+    prompts = load_prompts(config.data, tokenizer, list(config.reward.parts))
+    asked = ask_prompts(config.sample.prompts, config, tokenizer)
+    return Material(
+        model_path=path,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        by_id={prompt.id: prompt for prompt in (*prompts.train, *prompts.held_out, *asked)},
+        num_parameters=count_parameters(path, trust_remote_code=config.model.trust_remote_code),
+        num_gpus=torch.cuda.device_count(),
+    )
+
+
+def ask_prompts(questions: Sequence[str], config: Config, tokenizer: Any) -> list[Prompt]:
+    """Prompts of a person's own, rendered like those of the data."""
+    rows = [Row(str(i), text, "", ASKED, None, str(i), f"sample.prompts[{i}]") for i, text in enumerate(questions)]
+    rendered = render(config.data, tokenizer, rows)
+    return [
+        Prompt(f"{ASKED}/{row.id}", ASKED, ASKED, text, np.asarray(ids, dtype=np.int32), "", None)
+        for row, (text, ids) in zip(rows, rendered, strict=True)
+    ]
+
+
+def count_parameters(path: str, *, trust_remote_code: bool) -> int:
+    """Parameters of a model, from its configuration alone: nothing is loaded or allocated."""
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def stop_token_ids(tokenizer: Any, model_path: str) -> tuple[int, ...]:
+    """Where a completion ends: the tokenizer's end token and those the model's own configuration names."""
+    ids = {tokenizer.eos_token_id}
+    named = AutoConfig.from_pretrained(model_path).eos_token_id
+    ids |= set(named) if isinstance(named, list) else {named}
+    return tuple(sorted(i for i in ids if i is not None))
+
+
+def make_sampling(rollout: RolloutConfig, stop_ids: tuple[int, ...]) -> Sampling:
+    return Sampling(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        max_new_tokens=rollout.max_new_tokens,
+        stop_token_ids=stop_ids,
+    )
+
+
+def request_maker(config: Config, material: Material) -> Callable[[Visit], GroupRequest]:
+    """The request of a visit. A completion's seed hashes run seed, purpose, prompt, visit and index; without seeds on a GPU by
+    default, where a seed a request is costly in the sampler."""
+    sampling = make_sampling(config.rollout, stop_token_ids(material.tokenizer, material.model_path))
+    seeded = config.rollout.seeds is Seeds.always or (config.rollout.seeds is Seeds.auto and material.num_gpus == 0)
+
+    def request(visit: Visit) -> GroupRequest:
+        size = config.evaluation.num_samples if visit.purpose is Purpose.EVAL else config.batch.group_size
+        seeds = tuple(sampling_seed(config.seed, visit, index) for index in range(size)) if seeded else None
+        return GroupRequest(visit, material.by_id[visit.prompt_id].token_ids, seeds, size, sampling)
+
+    return request
+
+
+def engine_spec(config: Config, material: Material, *, name: str, model_path: str, load_format: str) -> dict[str, Any]:
+    """Fields of EngineSpec. Engines of a training run start from random weights (``load_format="dummy"``)."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    return {
+        "name": name,
+        "model_path": model_path,
+        "tokenizer_path": material.model_path,
+        "dtype": config.model.dtype.value,
+        "seed": config.seed,
+        "max_model_tokens": config.rollout.max_model_tokens or longest,
+        "max_running": config.rollout.max_running,
+        "cache_gib": config.rollout.cache_gib,
+        "gpu_memory_share": config.rollout.gpu_memory_share,
+        "tensor_parallel_size": config.rollout.tensor_parallel_size,
+        "on_swap": OnSwap(config.rollout.on_swap.value),
+        "trust_remote_code": config.model.trust_remote_code,
+        "load_format": load_format,
+    }
+
+
+def learner_spec(config: Config, material: Material, *, total_optimizer_steps: int) -> dict[str, Any]:
+    """Fields of LearnerSpec."""
+    return {
+        "model": config.model,
+        "learner": config.learner,
+        "batch": config.batch,
+        "algorithm": config.algorithm,
+        "advantage": config.advantage,
+        "weighting": config.weighting,
+        "correction": config.correction,
+        "model_path": material.model_path,
+        "temperature": config.rollout.temperature,
+        "seed": config.seed,
+        "total_optimizer_steps": total_optimizer_steps,
+        "max_response_tokens": config.rollout.max_new_tokens,
+    }

@@ -1,0 +1,153 @@
+"""What a run writes: metrics.jsonl, events.jsonl, samples, whole groups where asked, TensorBoard."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.utils.tensorboard import SummaryWriter
+
+from configs.schema import LogConfig
+from orchestrator.run_folder import JsonLines
+from orchestrator.stages import Kept, Scored, StepOutcome
+from rollout.records import Group, Prompt, Score, Status
+
+MAX_SAMPLE_CHARACTERS = 4000
+
+
+class Recorder:
+    """The files of one run, of this incarnation."""
+
+    def __init__(self, folder: Path, log: LogConfig, prompts: Mapping[str, Prompt], *, incarnation: int, record: bool, seed: int) -> None:
+        self._folder = folder
+        self._prompts = prompts
+        self._incarnation = incarnation
+        self._record = record
+        self._seed = seed
+        self._samples_per_step = log.samples_per_step
+        self._metrics = JsonLines(folder / "metrics.jsonl")
+        self._events = JsonLines(folder / "events.jsonl")
+        self._samples = JsonLines(folder / "samples" / "samples.jsonl", budget_bytes=int(log.samples_mib * 2**20))
+        self._board = SummaryWriter(str(folder / "tensorboard")) if log.tensorboard else None
+
+    def event(self, name: str, **fields: object) -> None:
+        """A line of events.jsonl."""
+        self._events.write({"time": time.time(), "incarnation": self._incarnation, "event": name, **fields})
+
+    def metrics(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
+        """The row of a step."""
+        self._metrics.write({"step": step, "version": version, "incarnation": self._incarnation, **metrics})
+        if self._board is not None:
+            for name, value in metrics.items():
+                self._board.add_scalar(name, value, step)
+
+    async def groups(self, outcome: StepOutcome) -> None:
+        """Some samples of the step, and every kept group whole with ``rollout.record``."""
+        self._tell_failures(outcome)
+        for scored, index in self._choose(outcome.seen, outcome.batch.step):
+            group: Group = (await scored.address.parcel)[scored.address.place]
+            row = self._sample(outcome.batch.step, group, scored.scores[index], index, len(outcome.seen) * len(group.completions))
+            if not self._samples.write(row):
+                break
+        if self._record and outcome.batch.groups:
+            file = JsonLines(self._folder / "groups" / f"step-{outcome.batch.step:06d}.jsonl")
+            for kept in outcome.batch.groups:
+                file.write(whole_group(kept, (await kept.scored.address.parcel)[kept.scored.address.place]))
+            file.close()
+
+    def _tell_failures(self, outcome: StepOutcome) -> None:
+        failed = [(s.meta.visit, score) for s in outcome.seen for score in s.scores if score.status is not Status.OK]
+        for visit, score in failed[:5]:
+            self.event(
+                "verifier_failed",
+                step=outcome.batch.step,
+                prompt_id=visit.prompt_id,
+                visit=visit.number,
+                status=score.status,
+                detail=score.detail,
+                failed_in_step=len(failed),
+            )
+
+    def _choose(self, seen: Sequence[Scored], step: int) -> list[tuple[Scored, int]]:
+        """Completions to write: in turn from every class of stratum and right or wrong."""
+        classes: dict[tuple[str, bool], list[tuple[Scored, int]]] = defaultdict(list)
+        for scored in seen:
+            stratum = self._prompts[scored.meta.visit.prompt_id].stratum
+            for index, score in enumerate(scored.scores):
+                classes[(stratum, (score.accuracy or 0.0) >= 0.5)].append((scored, index))
+        random = np.random.default_rng([self._seed, step])
+        for members in classes.values():
+            random.shuffle(members)  # type: ignore[arg-type]  # numpy shuffles any sequence in place
+        chosen: list[tuple[Scored, int]] = []
+        while len(chosen) < self._samples_per_step and any(classes.values()):
+            for name in sorted(classes):
+                if classes[name] and len(chosen) < self._samples_per_step:
+                    chosen.append(classes[name].pop())
+        return chosen
+
+    def _sample(self, step: int, group: Group, score: Score, index: int, num_in_step: int) -> dict[str, Any]:
+        prompt, completion = self._prompts[group.visit.prompt_id], group.completions[index]
+        return {
+            "step": step,
+            "prompt_id": prompt.id,
+            "stratum": prompt.stratum,
+            "visit": group.visit.number,
+            "index": index,
+            "num_written": self._samples_per_step,
+            "num_in_step": num_in_step,
+            "prompt": prompt.text[-MAX_SAMPLE_CHARACTERS:],
+            "completion": completion.text[:MAX_SAMPLE_CHARACTERS],
+            "num_tokens": completion.num_tokens,
+            "finish": completion.finish,
+            "answer": prompt.answer,
+            "versions": sorted({int(v) for v in completion.versions}),
+            **score_json(score),
+        }
+
+    def close(self) -> None:
+        for file in (self._metrics, self._events, self._samples):
+            file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def score_json(score: Score) -> dict[str, Any]:
+    """A score as it stands in files."""
+    return {
+        "value": score.value,
+        "accuracy": score.accuracy,
+        "status": score.status,
+        "outcome": score.outcome,
+        "parts": dict(score.parts),
+        "extracted": score.extracted,
+        "time_s": score.time_s,
+    }
+
+
+def whole_group(kept: Kept, group: Group) -> dict[str, Any]:
+    """Everything about a kept group, as JSON."""
+    return {
+        "order": kept.pick.order,
+        "prompt_id": group.visit.prompt_id,
+        "visit": group.visit.number,
+        "worker": group.worker,
+        "prompt_token_ids": group.prompt_token_ids.tolist(),
+        "completions": [
+            {
+                "index": c.index,
+                "token_ids": c.token_ids.tolist(),
+                "roll_logp": c.roll_logp.tolist(),
+                "loss_mask": c.loss_mask.tolist(),
+                "versions": c.versions.tolist(),
+                "mixed": c.mixed.tolist(),
+                "text": c.text,
+                "finish": c.finish,
+                "score": score_json(score),
+            }
+            for c, score in zip(group.completions, kept.scored.scores, strict=True)
+        ],
+    }

@@ -1,0 +1,102 @@
+"""A run's folder: made once, never shared, every file in it written so that a crash leaves whole lines."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from configs.errors import ConfigError
+
+
+def make_run_folder(run_dir: str | None, name: str) -> Path:
+    """The folder of a new run. Without ``run_dir`` a new one under ./runs, named by time; making it is atomic, so runs that
+    start together get folders of their own. Raises ConfigError for a folder that is in use."""
+    if run_dir is not None:
+        folder = Path(run_dir)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"run_dir={run_dir}: cannot make this folder ({error.strerror})") from error
+        if any(folder.iterdir()):
+            raise ConfigError(f"run_dir={run_dir}: the folder is not empty; go on with it by resume={run_dir}, or name a new one")
+        return folder
+    parent = Path("runs")
+    parent.mkdir(exist_ok=True)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for number in range(1000):
+        folder = parent / (f"{stamp}-{name}" if number == 0 else f"{stamp}-{name}-{number}")
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
+    raise ConfigError(f"no free folder name under {parent.resolve()} for {stamp}-{name}; name one with run_dir=FOLDER")
+
+
+def to_json(value: Any) -> Any:
+    """A JSON value. Numbers keep their type (numpy's and 0-dimensional tensors too); what is not finite becomes null."""
+    if isinstance(value, dict):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(item) for item in value]
+    if isinstance(value, np.ndarray) and value.ndim:
+        return to_json(value.tolist())
+    if not isinstance(value, (bool, int, float, str, type(None))) and hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()  # a lone surrogate is not UTF-8
+    return value if isinstance(value, (bool, int, float, type(None))) else str(value)
+
+
+class JsonLines:
+    """A file of JSON objects, one a line, flushed line by line."""
+
+    def __init__(self, path: Path, *, budget_bytes: int | None = None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_half_line(path)
+        self._file: TextIO = path.open("a", encoding="utf-8")
+        self._left = None if budget_bytes is None else budget_bytes - path.stat().st_size
+
+    def write(self, row: dict[str, Any]) -> bool:
+        """Writes a row; False where the file's byte budget is used up."""
+        line = json.dumps(to_json(row), ensure_ascii=False, allow_nan=False) + "\n"
+        if self._left is not None:
+            self._left -= len(line.encode())
+            if self._left < 0:
+                return False
+        self._file.write(line)
+        self._file.flush()
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _drop_half_line(path: Path) -> None:
+    """A process killed while it wrote leaves half a line at the end; the file stays readable without it."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        data = file.read()
+        if data and not data.endswith(b"\n"):
+            file.truncate(data.rfind(b"\n") + 1)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a JSON file whole or not at all: to a temporary name, to the disk, then renamed."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        json.dump(to_json(value), file, indent=2, ensure_ascii=False, allow_nan=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+

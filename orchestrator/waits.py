@@ -1,0 +1,69 @@
+"""The one way to wait: every wait has an owner, a name and a deadline, and can be listed while it lasts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """One wait that is going on: who must unblock it, what for, since when, and for how long at most."""
+
+    owner: str
+    name: str
+    deadline_s: float
+    since: float  # time.monotonic()
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self.since
+
+
+class DeadlinePassed(RuntimeError):
+    """A wait outlived its deadline. The message names the owner, the wait, and every other wait that was open."""
+
+    def __init__(self, wait: Wait, others: list[Wait]) -> None:
+        self.wait = wait
+        text = f"{wait.owner} did not finish '{wait.name}' within {wait.deadline_s:g} s"
+        if others:
+            text += "; also waiting: " + ", ".join(f"{w.owner} for '{w.name}' since {w.age_s:.1f} s" for w in others)
+        super().__init__(text)
+
+
+class Waits:
+    """The register of waits of one process."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, Wait] = {}
+        self._next = 0
+
+    def open(self) -> list[Wait]:
+        """The waits that are going on, oldest first."""
+        return sorted(self._open.values(), key=lambda wait: wait.since)
+
+    async def wait(self, awaitable: Awaitable[T], *, owner: str, name: str, deadline_s: float) -> T:
+        """The awaitable's result. Raises DeadlinePassed after ``deadline_s``; the awaitable is then cancelled.
+
+        What runs in another process goes on until its owner is killed, which is the caller's decision.
+        """
+        task = asyncio.ensure_future(awaitable)
+        wait = Wait(owner=owner, name=name, deadline_s=deadline_s, since=time.monotonic())
+        number, self._next = self._next, self._next + 1
+        self._open[number] = wait
+        try:
+            done, _ = await asyncio.wait({task}, timeout=deadline_s)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        finally:
+            del self._open[number]
+        if not done:
+            task.cancel()
+            raise DeadlinePassed(wait, self.open())
+        return task.result()
