@@ -109,15 +109,17 @@ def render(data: DataConfig, tokenizer: PreTrainedTokenizerBase, rows: Sequence[
         raise DataError(
             "data.system_prompt: raw prompts have no system message; use data.instruction, or a model with a chat template"
         )
-    unknown = tokenizer.unk_token_id if tokenizer.unk_token_id not in (tokenizer.bos_token_id, tokenizer.eos_token_id) else None
+    begin, unknown = tokenizer.bos_token_id, tokenizer.unk_token_id
+    if unknown in (begin, tokenizer.eos_token_id, tokenizer.pad_token_id):  # such a tokenizer knows every byte
+        unknown = None
     for start in range(0, len(rows), ROWS_AT_ONCE):
         part = rows[start : start + ROWS_AT_ONCE]
         texts = [_chat_text(data, tokenizer, row) if chat else _raw_text(data, row) for row in part]
-        encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         for row, text, token_ids in zip(part, texts, encoded, strict=True):
             if unknown is not None and unknown in token_ids:
                 raise DataError(f"{row.where}: the prompt has characters that the tokenizer does not know: {text[:60]!r}")
-            yield text, _with_one_begin_token(token_ids, tokenizer.bos_token_id)
+            yield text, _with_one_begin_token(token_ids, begin)
 
 
 def _with_one_begin_token(token_ids: list[int], begin: int | None) -> list[int]:

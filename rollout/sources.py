@@ -63,23 +63,21 @@ def load_rows(name: str, source: SourceConfig, reward_parts: Collection[str]) ->
     if source.reward is not None:
         _check_reward(source.reward, f"{key}.reward", reward_parts)
     if source.kind is SourceKind.arithmetic:
-        rows = _call(arithmetic, source, key)
+        rows = _generate(arithmetic, name, source)
     elif source.kind is SourceKind.reasoning_gym:
-        rows = _call(reasoning_gym, source, key)
+        rows = _generate(reasoning_gym, name, source)
     else:
         rows = [_row_of(name, source, where, record, reward_parts) for where, record in _records(key, source)]
     if not rows:
         raise DataError(f"{key}: the source has no rows" + (f" ({source.path})" if source.path else ""))
     _check_unique(key, rows)
-    if source.kind in (SourceKind.arithmetic, SourceKind.reasoning_gym):
-        rows = [dataclasses.replace(row, reward=source.reward, stratum=row.stratum or name) for row in rows]
     return rows
 
 
 # Generators ---------------------------------------------------------------------------------------------------------------------
 
 
-def arithmetic(*, max_digits: int = 3, num_prompts: int = 5000) -> list[Row]:
+def arithmetic(*, name: str, reward: str | None, max_digits: int = 3, num_prompts: int = 5000) -> list[Row]:
     """Additions ``a+b=`` of two operands with the same number of digits, 1 to ``max_digits``; that number is the stratum.
 
     ``num_prompts`` bounds each stratum: one digit has only 100 sums, larger strata are drawn without replacement by a seed of
@@ -99,15 +97,17 @@ def arithmetic(*, max_digits: int = 3, num_prompts: int = 5000) -> list[Row]:
                     question=f"{a}+{b}=",
                     answer=str(a + b),
                     stratum=f"digits_{digits}",
-                    reward=None,
+                    reward=reward,
                     split_key=f"{min(a, b)}+{max(a, b)}",
-                    where=f"arithmetic {a}+{b}",
+                    where=f"{name} {a}+{b}",
                 )
             )
     return rows
 
 
-def reasoning_gym(*, task: str, num_prompts: int = 1000, seed: int = 0, **settings: Any) -> list[Row]:
+def reasoning_gym(
+    *, name: str, reward: str | None, task: str, num_prompts: int = 1000, seed: int = 0, **settings: Any
+) -> list[Row]:
     """Items of one reasoning-gym task; ``settings`` are the task's own. A question drawn twice is one row.
 
     Raises DataError without the package, for an unknown task or setting, and for a task that has no reference answer.
@@ -130,20 +130,21 @@ def reasoning_gym(*, task: str, num_prompts: int = 1000, seed: int = 0, **settin
             id=question_id,
             question=item["question"],
             answer=item["answer"],
-            stratum="",
-            reward=None,
+            stratum=name,
+            reward=reward,
             split_key=item["question"],
-            where=f"{task} item {index}",
+            where=f"{name} item {index}",
         )
     return list(rows.values())
 
 
-def _call(generator: Callable[..., list[Row]], source: SourceConfig, key: str) -> list[Row]:
-    check_params(generator, source.params, f"{key}.params")
+def _generate(generator: Callable[..., list[Row]], name: str, source: SourceConfig) -> list[Row]:
+    key = f"data.sources.{name}.params"
+    check_params(generator, source.params, key, given=("name", "reward"))
     try:
-        return generator(**source.params)
+        return generator(name=name, reward=source.reward, **source.params)
     except DataError as error:
-        raise DataError(f"{key}.params: {error}") from error
+        raise DataError(f"{key}: {error}") from error
 
 
 def _check_counts(**counts: int) -> None:
