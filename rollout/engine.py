@@ -35,7 +35,8 @@ class EngineError(RuntimeError):
 
 
 class PushError(RuntimeError):
-    """A push arrived damaged or incomplete. The running weights are untouched unless the message says so."""
+    """A push arrived damaged or incomplete, or does not fit the model. The running weights are untouched: an engine whose
+    weights were half written does not raise this, it stops with EngineError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class SwapReport:
 class Health:
     """An engine's state, answered while it is generating."""
 
-    version: int
+    version: int  # -1 before the first swap of an engine that started from random weights
     num_running: int  # completions being generated
     num_waiting: int
     num_tokens: int  # sampled since start
@@ -107,20 +108,24 @@ class Engine(Protocol):
         """Finished groups, as each finishes; an empty list after ``timeout_s`` without one. Raises EngineError."""
 
     def pause(self) -> None:
-        """Returns once the engine is at rest between two decode steps; it stays there until ``resume``."""
+        """Returns once the engine is at rest between two decode steps; it stays there until ``resume``, except for what
+        ``score_tokens`` and a swap with on_swap=finish must step. Groups that end in those steps are returned after ``resume``."""
 
     def resume(self) -> None:
         """Goes on generating."""
 
     def receive(self, bucket: Bucket) -> None:
-        """Takes one bucket of a push and lays it beside the running model. Raises PushError on a digest that differs."""
+        """Takes one bucket of a push and lays it beside the running model; generation goes on. A bucket of a newer generation
+        drops an unfinished older one. The sender must not write into a bucket it has given. Raises PushError on a digest that
+        differs, and for a generation older than the newest begun or not newer than the last swapped."""
 
     def swap(self, version: int, manifest: Manifest) -> SwapReport:
-        """Makes the received weights the model's. Raises PushError when names, shapes, dtypes or digests differ from
-        ``manifest``, or when the model's loader did not take every tensor."""
+        """Makes the received weights the model's, and ends their generation either way. Raises PushError when names, shapes,
+        dtypes or digests differ from ``manifest``, or when the tensors do not fill the model exactly."""
 
     def score_tokens(self, rows: Sequence[NDArray[np.int32]], temperature: float) -> list[TokenScores]:
-        """Teacher-forced log-probabilities and ranks of rows of at least two tokens, under the current weights."""
+        """Teacher-forced log-probabilities and ranks of rows of at least two tokens, under the current weights. Raises
+        ValueError for a row that cannot be scored."""
 
     def cancel(self, visits: Sequence[Visit]) -> None:
         """Drops visits; unknown ones are ignored. Their groups are not returned."""
@@ -130,3 +135,16 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Ends the engine and its thread; queued visits are lost. Safe to call twice."""
+
+
+def engine_environment(*, num_threads: int) -> dict[str, str]:
+    """The environment that an engine's process must be started with: too late once torch or vLLM is imported."""
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in the process that owns the step loop
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # the runner whose prompt log-probabilities can be asked at a temperature
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # first batch in 0.3 s instead of 2 to 9 s on CPU, same steady speed
+        "OMP_NUM_THREADS": str(num_threads),
+        "OMP_WAIT_POLICY": "PASSIVE",  # spinning barriers cost a factor of twenty on a busy machine
+    }
