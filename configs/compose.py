@@ -25,6 +25,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from configs.build import build, to_plain
 from configs.errors import ConfigError, did_you_mean
+from configs.paths import make_absolute
 from configs.schema import Config
 from configs.validate import check_values
 
@@ -57,6 +58,7 @@ def load_config(overrides: Sequence[str], config_dir: Path | None = None) -> Con
     for override in keys:
         _apply(config, override)
     built = build(Config, _resolve(config))
+    make_absolute(built)
     check_values(built)
     return built
 

@@ -1,4 +1,4 @@
-"""The one exception of this package, and the words that help a person mend a name."""
+"""Errors about what a person gave, and the words that help to mend a name."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 
-class ConfigError(ValueError):
-    """A configuration that cannot run. The message is one line that names the key or file and what would work."""
+class InputError(ValueError):
+    """Something given to the program that it cannot use. The message is one line that names the key or file and what would work;
+    the command line prints it without a traceback and exits with 2."""
+
+
+class ConfigError(InputError):
+    """A configuration that cannot run."""
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:

@@ -1,9 +1,257 @@
-"""Checks across keys. They only raise, naming the keys and a value that works; nothing is changed here."""
+"""Checks of values and across keys. They only raise, naming the keys and a value that works; nothing is changed here.
+
+What needs the learner's functions (their parameters, whether an algorithm uses the ratio) is checked one stage later, in
+``orchestrator.choices``: this package imports nothing above it.
+"""
 
 from __future__ import annotations
 
-from configs.schema import Config
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from configs.build import schema_keys
+from configs.errors import ConfigError, did_you_mean
+from configs.schema import Config, Dtype, KlKind, Placement, Reference, SourceKind
+
+EMBEDDED = "embedded"
+GROUP_RELATIVE = {"grpo"}  # advantages that compare the members of a group
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+# Bounds of single keys: (smallest, whether it is allowed itself, largest). A key that is None passes.
+_ABOVE_0 = (0.0, False, None)
+_FROM_0 = (0.0, True, None)
+_FROM_1 = (1.0, True, None)
+_SHARE = (0.0, True, 1.0)
+_BETA = (0.0, True, 0.99999)
+_POSITIVE_SHARE = (0.0, False, 1.0)
+_BOUNDS: dict[str, tuple[float, bool, float | None]] = {
+    "steps": _FROM_0,
+    "seed": _FROM_0,
+    "model.warm_start_steps": _FROM_1,
+    "model.warm_start_learning_rate": _ABOVE_0,
+    "model.embedded.hidden_size": _FROM_1,
+    "model.embedded.num_layers": _FROM_1,
+    "model.embedded.num_heads": _FROM_1,
+    "model.embedded.num_kv_heads": _FROM_1,
+    "model.embedded.intermediate_size": _FROM_1,
+    "model.embedded.steps": _FROM_0,
+    "model.embedded.batch_size": _FROM_1,
+    "model.embedded.learning_rate": _ABOVE_0,
+    "model.embedded.max_digits": _FROM_1,
+    "data.max_prompt_tokens": _FROM_1,
+    "data.held_out_per_stratum": _FROM_0,
+    "data.num_epochs": _ABOVE_0,
+    "batch.groups_per_step": _FROM_1,
+    "batch.group_size": _FROM_1,
+    "batch.num_mini_batches": _FROM_1,
+    "batch.num_passes": _FROM_1,
+    "batch.tokens_per_micro_batch": _FROM_1,
+    "rollout.num_workers": _FROM_1,
+    "rollout.tensor_parallel_size": _FROM_1,
+    "rollout.max_new_tokens": _FROM_1,
+    "rollout.temperature": _ABOVE_0,
+    "rollout.top_p": _POSITIVE_SHARE,
+    "rollout.top_k": _FROM_0,
+    "rollout.min_p": _SHARE,
+    "rollout.max_lag": _FROM_0,
+    "rollout.max_token_lag": _FROM_0,
+    "rollout.oversample": _FROM_1,
+    "rollout.max_visits_per_step": _FROM_1,
+    "rollout.max_running": _FROM_1,
+    "rollout.cache_gib": _ABOVE_0,
+    "rollout.gpu_memory_share": _POSITIVE_SHARE,
+    "rollout.max_model_tokens": _FROM_1,
+    "rollout.num_threads": _FROM_1,
+    "learner.num_ranks": _FROM_1,
+    "learner.zero_stage": (0.0, True, 3.0),
+    "learner.head_chunk_rows": _FROM_1,
+    "learner.num_threads": _FROM_1,
+    "learner.max_skipped_steps": _FROM_0,
+    "learner.bucket_mib": _FROM_1,
+    "learner.optimizer.learning_rate": _FROM_0,
+    "learner.optimizer.beta1": _BETA,
+    "learner.optimizer.beta2": _BETA,
+    "learner.optimizer.eps": _ABOVE_0,
+    "learner.optimizer.weight_decay": _FROM_0,
+    "learner.optimizer.warmup_steps": _FROM_0,
+    "learner.optimizer.warmup_ratio": _SHARE,
+    "learner.optimizer.min_learning_rate_ratio": _SHARE,
+    "learner.optimizer.max_grad_norm": _FROM_0,
+    "algorithm.kl.beta": _FROM_0,
+    "reward.num_workers": _FROM_1,
+    "reward.timeout_s": _ABOVE_0,
+    "reward.max_failed_share": _SHARE,
+    "evaluation.every": _FROM_0,
+    "evaluation.num_samples": _FROM_1,
+    "evaluation.max_prompts_per_stratum": _FROM_1,
+    "checkpoint.every": _FROM_0,
+    "checkpoint.keep_last": _FROM_1,
+    "cluster.num_cpus": _FROM_1,
+    "log.samples_mib": _FROM_0,
+    "log.samples_per_step": _FROM_0,
+} | {key: _ABOVE_0 for key, _ in schema_keys(Config) if key.startswith("deadlines.")}
 
 
 def check_values(config: Config) -> None:
-    """Raise ConfigError for the first value or combination that cannot run."""
+    """Raise ConfigError for the first value or combination of values that cannot run."""
+    for key, (low, inclusive, high) in _BOUNDS.items():
+        _check_bounds(config, key, low, inclusive, high)
+    for check in _CHECKS:
+        check(config)
+
+
+def _check_bounds(config: Config, key: str, low: float, inclusive: bool, high: float | None) -> None:
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    if value is None:
+        return
+    if value < low or (value == low and not inclusive) or (high is not None and value > high):
+        bound = f"{low:g} or more" if inclusive else f"above {low:g}"
+        raise ConfigError(f"{key}: {value} must be {bound}" + (f", at most {high:g}" if high is not None else ""))
+
+
+def _check_length(config: Config) -> None:
+    steps, epochs = config.steps, config.data.num_epochs
+    if steps is None and epochs is None:
+        raise ConfigError("steps, data.num_epochs: neither is set; set one, such as steps=400")
+    if steps is not None and epochs is not None:
+        raise ConfigError(f"steps={steps}, data.num_epochs={epochs:g}: both are set; for epochs add steps=null")
+
+
+def _check_batch(config: Config) -> None:
+    batch = config.batch
+    if batch.groups_per_step % batch.num_mini_batches:
+        below = batch.groups_per_step // batch.num_mini_batches * batch.num_mini_batches
+        works = [n for n in (below, below + batch.num_mini_batches) if n]
+        divisors = [n for n in range(1, batch.num_mini_batches) if batch.groups_per_step % n == 0]
+        raise ConfigError(
+            f"batch.groups_per_step={batch.groups_per_step} is not divisible by batch.num_mini_batches={batch.num_mini_batches}; "
+            f"batch.groups_per_step={' or '.join(map(str, works))} works, or batch.num_mini_batches={divisors[-1]}"
+        )
+    if batch.group_size < 2 and config.advantage.name in GROUP_RELATIVE:
+        raise ConfigError(
+            f"batch.group_size={batch.group_size}: advantage={config.advantage.name} compares the completions of a group; "
+            "batch.group_size=2 or more works"
+        )
+
+
+def _check_rollout(config: Config) -> None:
+    rollout, prompt = config.rollout, config.data.max_prompt_tokens
+    longest = prompt + rollout.max_new_tokens
+    if rollout.max_model_tokens is not None and rollout.max_model_tokens < longest:
+        raise ConfigError(
+            f"rollout.max_model_tokens={rollout.max_model_tokens} is less than data.max_prompt_tokens={prompt} + "
+            f"rollout.max_new_tokens={rollout.max_new_tokens}; rollout.max_model_tokens={longest} works"
+        )
+    if rollout.max_lag and config.cluster.placement is Placement.colocated:
+        raise ConfigError(
+            f"rollout.max_lag={rollout.max_lag}: cluster.placement=colocated takes turns on the same devices; "
+            "rollout.max_lag=0 works, or cluster.placement=split"
+        )
+    bound = rollout.max_visits_per_step
+    if bound is not None and bound < config.batch.groups_per_step:
+        groups = config.batch.groups_per_step
+        raise ConfigError(
+            f"rollout.max_visits_per_step={bound} can never fill batch.groups_per_step={groups}; {groups} or more works"
+        )
+
+
+def _check_learner(config: Config) -> None:
+    learner, kl = config.learner, config.algorithm.kl
+    if config.model.dtype is Dtype.bfloat16 and learner.zero_stage == 0:
+        raise ConfigError(
+            "model.dtype=bfloat16, learner.zero_stage=0: without a stage DeepSpeed accumulates gradients in bfloat16; "
+            "learner.zero_stage=1 works"
+        )
+    if kl.kind is not KlKind.off and learner.reference is Reference.off:
+        raise ConfigError(
+            f"algorithm.kl.kind={kl.kind.value} needs a reference: learner.reference=frozen works, or algorithm.kl.kind=off"
+        )
+    if kl.kind is not KlKind.off and kl.beta == 0:
+        raise ConfigError(
+            f"algorithm.kl.kind={kl.kind.value}, algorithm.kl.beta=0: the term does nothing; algorithm.kl.beta=0.001 works, "
+            "or algorithm.kl.kind=off"
+        )
+    optimizer = learner.optimizer
+    if optimizer.warmup_steps and optimizer.warmup_ratio:
+        raise ConfigError(
+            f"learner.optimizer.warmup_steps={optimizer.warmup_steps}, learner.optimizer.warmup_ratio="
+            f"{optimizer.warmup_ratio:g}: both are set; set one of them to 0"
+        )
+
+
+def _check_model(config: Config) -> None:
+    model, embedded = config.model, config.model.embedded
+    if model.path != EMBEDDED:
+        _check_model_path("model.path", model.path, hub=True)
+    elif embedded.hidden_size % embedded.num_heads or embedded.num_heads % embedded.num_kv_heads:
+        raise ConfigError(
+            f"model.embedded: hidden_size={embedded.hidden_size} must be divisible by num_heads={embedded.num_heads}, and that by "
+            f"num_kv_heads={embedded.num_kv_heads}; 128, 4 and 2 work"
+        )
+    weights = embedded.digit_weights
+    if len(weights) != embedded.max_digits or min(weights) < 0 or sum(weights) == 0:
+        raise ConfigError(
+            f"model.embedded.digit_weights={weights}: needs model.embedded.max_digits={embedded.max_digits} numbers, none below 0 "
+            f"and one above; {[1.0] * embedded.max_digits} works"
+        )
+    if model.warm_start_file is not None:
+        _check_file("model.warm_start_file", model.warm_start_file)
+    if config.checkpoint_dir is not None:
+        _check_model_path("checkpoint_dir", config.checkpoint_dir, hub=False)
+
+
+def _check_data(config: Config) -> None:
+    if not config.data.sources:
+        raise ConfigError("data.sources: is empty; data=arithmetic works, or data=jsonl data.sources.main.path=FILE")
+    for name, source in config.data.sources.items():
+        key = f"data.sources.{name}"
+        if source.kind in (SourceKind.jsonl, SourceKind.parquet, SourceKind.datasets) and source.path is None:
+            raise ConfigError(f"{key}.path: kind={source.kind.value} reads a file; set {key}.path=...")
+        if source.kind in (SourceKind.jsonl, SourceKind.parquet) and source.path is not None:
+            _check_file(f"{key}.path", source.path)
+        if source.kind is SourceKind.reasoning_gym and not source.params.get("task"):
+            raise ConfigError(f"{key}.params.task: reasoning_gym needs the name of a task; set {key}.params.task=gcd")
+        if source.reward is not None and source.reward not in config.reward.parts:
+            raise ConfigError(
+                f"{key}.reward: there is no reward.parts.{source.reward}; there are {', '.join(sorted(config.reward.parts))}"
+                + did_you_mean(source.reward, config.reward.parts)
+            )
+
+
+def _check_reward(config: Config) -> None:
+    parts = config.reward.parts
+    if not parts:
+        raise ConfigError("reward.parts: is empty; reward=exact_integer works, or reward.parts.mine.function=FILE.py:FUNCTION")
+    if not any(part.accuracy for part in parts.values()):
+        raise ConfigError(f"reward.parts: no part counts for accuracy; reward.parts.{next(iter(parts))}.accuracy=true works")
+    if all(part.weight == 0 for part in parts.values()):
+        raise ConfigError(f"reward.parts: every weight is 0; reward.parts.{next(iter(parts))}.weight=1 works")
+
+
+def _check_file(key: str, path: str) -> None:
+    if not Path(path).expanduser().exists():
+        raise ConfigError(f"{key}: no file {str(Path(path).expanduser().absolute())!r}")
+
+
+def _check_model_path(key: str, path: str, *, hub: bool) -> None:
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return
+    if not hub or folder.is_absolute() or path.startswith((".", "~")) or not _HUB_NAME.fullmatch(path):
+        names = ", nor a Hugging Face name such as owner/model; `embedded` works" if hub else ""
+        raise ConfigError(f"{key}: {path!r} is not a folder{names}")
+
+
+_CHECKS: tuple[Callable[[Config], None], ...] = (
+    _check_length,
+    _check_batch,
+    _check_rollout,
+    _check_learner,
+    _check_model,
+    _check_data,
+    _check_reward,
+)
