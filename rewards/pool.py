@@ -30,7 +30,7 @@ MAX_TRIES = 3  # processes that may die before an item is begun until that item 
 @dataclass(frozen=True, slots=True)
 class PoolHealth:
     num_alive: int  # verifier processes that run
-    num_replaced: int  # processes replaced since the start
+    num_lost: int  # processes that were killed or died, and were replaced, since the start
     num_queued: int  # items that no process has been given
     num_running: int  # items that are being judged
     longest_running_s: float  # of these; 0.0 without any
@@ -112,7 +112,7 @@ class RewardPool:
         running = [time.monotonic() - begun for seat in self._seats if (begun := seat.begun) is not None]
         return PoolHealth(
             num_alive=sum(process is not None and process.alive() for process in processes),
-            num_replaced=sum(seat.num_started - 1 for seat in self._seats),
+            num_lost=sum(seat.num_lost for seat in self._seats),
             num_queued=len(self._queue),
             num_running=len(running),
             longest_running_s=max(running, default=0.0),
@@ -168,7 +168,6 @@ class RewardPool:
     def _start(self, seat: _Seat) -> WorkerProcess | None:
         try:
             seat.process = WorkerProcess(self._setup, self._wake_read.fileno())
-            seat.num_started += 1
         except RewardError as error:
             seat.failure = str(error)
         seat.tried.set()
@@ -208,6 +207,7 @@ class RewardPool:
             status, what = Status.TIMEOUT, f"was still running after {self._timeout_s:g} s and was killed"
         except (EOFError, OSError):
             status, what = Status.ERROR, f"its process {process.kill(grace_s=1.0)}"
+        seat.num_lost += 1
         if running is not None:
             task = left.pop(running[0])
             detail = f"reward part '{running[1]}': {self._parts[running[1]].function}: {what}"
@@ -264,5 +264,5 @@ class _Seat:
         self.process: WorkerProcess | None = None
         self.failure: str | None = None  # why the last start failed
         self.tried = threading.Event()  # the first start has succeeded or failed
-        self.num_started = 0
+        self.num_lost = 0
         self.begun: float | None = None  # when the running item began, by time.monotonic

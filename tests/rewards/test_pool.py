@@ -1,0 +1,416 @@
+"""The pool with real processes and verifiers that do their worst."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from configs.errors import ConfigError
+from configs.schema import RewardConfig, RewardPart
+from rewards.contract import RewardError, RewardItem
+from rewards.pool import RewardPool
+from rollout.records import Outcome, Status
+
+pytestmark = pytest.mark.timeout(90)
+
+HOSTILE = Path(__file__).with_name("hostile_verifiers.py")
+TIMEOUT_S = 1.0
+KILL_S = 3.0  # allowed for killing and replacing a process, on a busy machine
+
+
+def part(function, **keys):
+    return RewardPart(function=f"{HOSTILE}:{function}", **keys)
+
+
+def item(completion, answer="1", **keys):
+    return RewardItem(**{"prompt": "p", "completion": completion, "answer": answer, "prompt_id": "id", "part": None} | keys)
+
+
+def make_pool(num_workers=1, timeout_s=TIMEOUT_S, memory_gib=None, **parts):
+    return RewardPool(RewardConfig(parts=parts, num_workers=num_workers, timeout_s=timeout_s, memory_gib=memory_gib))
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """Two processes that do what a completion says."""
+    with make_pool(num_workers=2, obey=part("obey")) as made:
+        yield made
+
+
+def lives(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def noted(path, count):
+    """The process ids that verifiers have written into a file."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        pids = [int(line) for line in path.read_text().split()] if path.exists() else []
+        if len(pids) >= count:
+            return pids
+        time.sleep(0.02)
+    raise AssertionError(f"{count} processes wanted, {pids} seen")
+
+
+def gone(pids, within_s=5.0):
+    deadline = time.monotonic() + within_s
+    while any(lives(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(lives(pid) for pid in pids)
+
+
+def test_order_is_kept_and_a_missing_answer_moves_nothing():
+    """Case B39."""
+    with make_pool(num_workers=2, math=RewardPart(function="exact_integer")) as pool:
+        scores = pool.score([item(t, a) for t, a in [("4", "4"), ("none", "5"), ("6", "6"), ("", "7"), ("so 8", "8")]])
+        assert [s.value for s in scores] == [1, 0, 1, 0, 1]
+        assert [s.extracted for s in scores] == ["4", None, "6", None, "8"]
+        assert [s.outcome for s in scores] == ["right", "unparsed", "right", "unparsed", "right"]
+        many = pool.score([item(f"it is {i}", str(i if i % 3 else i + 1)) for i in range(1000)])
+        assert [s.value for s in many] == [float(i % 3 != 0) for i in range(1000)]
+        assert [s.extracted for s in many] == [str(i) for i in range(1000)]
+        assert pool.score([]) == []
+
+
+@pytest.mark.parametrize("act", ["sleep", "hold_interpreter", "ignore_signals", "print_for_ever"])
+def test_one_of_fifty_never_returns(pool, act):
+    completions = ["1"] * 50
+    completions[17] = act
+    begun = time.monotonic()
+    scores = pool.score([item(c) for c in completions])
+    took_s = time.monotonic() - begun
+    assert [s.value for s in scores] == [None if i == 17 else 1.0 for i in range(50)]
+    assert (scores[17].status, scores[17].outcome, scores[17].accuracy) == (Status.TIMEOUT, Outcome.NONE, None)
+    assert "obey" in scores[17].detail
+    assert TIMEOUT_S <= scores[17].time_s < TIMEOUT_S + KILL_S
+    assert took_s < TIMEOUT_S + KILL_S
+
+
+def test_many_that_never_return_are_each_a_timeout():
+    """More than one chunk's worth of tries: those queued behind a stuck one are not blamed for it."""
+    with make_pool(timeout_s=0.2, obey=part("obey")) as pool:
+        scores = pool.score([item(c) for c in ["sleep"] * 5 + ["1"] * 5])
+        assert [s.status for s in scores] == [Status.TIMEOUT] * 5 + [Status.OK] * 5
+        assert pool.health().num_lost == 5
+
+
+def test_the_clock_starts_when_work_starts():
+    """Six items of 0.4 s in one process, all waiting from the start, need longer than the deadline of one."""
+    with make_pool(obey=part("obey")) as pool:
+        scores = pool.score([item("nap 0.4")] * 6)
+        assert [s.status for s in scores] == [Status.OK] * 6
+        assert sum(s.time_s for s in scores) > 2 * TIMEOUT_S
+
+
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [
+        ("exit 3", "exited with code 3"),
+        ("exit 0", "exited with code 0"),
+        ("kill SIGKILL", "was killed by SIGKILL"),
+        ("kill SIGTERM", "was killed by SIGTERM"),
+        ("segfault", "was killed by SIGSEGV"),
+    ],
+)
+def test_a_process_that_dies_costs_its_item_only(pool, act, told):
+    lost = pool.health().num_lost
+    scores = pool.score([item(c) for c in ["1", "1", act, "1", "1"]])
+    assert [s.value for s in scores] == [1.0, 1.0, None, 1.0, 1.0]
+    assert scores[2].status is Status.ERROR
+    assert told in scores[2].detail
+    assert "obey" in scores[2].detail
+    assert pool.score([item("1")])[0].value == 1.0
+    assert pool.health().num_lost == lost + 1
+
+
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [
+        ("raise", "ConnectionError: the judge is away"),
+        ("sys_exit 3", "SystemExit: 3"),
+        ("unprintable", "Unprintable"),
+        ("recurse", "RecursionError"),
+        ("junk none", "None of type NoneType, not a number"),
+        ("junk nan", "value nan"),
+        ("junk inf", "value inf"),
+        ("junk list", "of type list"),
+        ("junk tuple", "of type tuple"),
+        ("junk text", "of type str"),
+        ("junk array", "of type ndarray"),
+        ("junk array_of_one", "of type ndarray"),
+        ("junk complex", "of type complex"),
+        ("junk too_large", "OverflowError"),
+        ("junk accuracy_above_one", "accuracy 1.5"),
+        ("junk unknown_key", "did you mean 'accuracy'"),
+        ("junk no_value", "without 'value'"),
+        ("junk unknown_outcome", "'great' is not a valid Outcome"),
+    ],
+)
+def test_a_wrong_return_or_exception_is_an_error_with_the_function_named(pool, act, told):
+    lost = pool.health().num_lost
+    before, score, after = pool.score([item("1"), item(act), item("0")])
+    assert (score.status, score.outcome, score.value, score.accuracy) == (Status.ERROR, Outcome.NONE, None, None)
+    assert told in score.detail
+    assert f"{HOSTILE}:obey" in score.detail
+    assert (before.value, after.value) == (1.0, 0.0)
+    assert pool.health().num_lost == lost  # none of these costs a process
+
+
+def test_failures_of_the_verifier_are_kept_apart_from_a_wrong_answer(pool):
+    """Case B61."""
+    scores = pool.score([item("1"), item("raise"), item("sleep"), item("2")])
+    assert [s.status for s in scores] == ["ok", "error", "timeout", "ok"]
+    assert [s.value for s in scores] == [1.0, None, None, 0.0]
+
+
+def test_prints_go_nowhere_and_corrupt_nothing(pool, capfd):
+    scores = pool.score([item(c) for c in ["1", "print", "1", "print"]])
+    assert [s.value for s in scores] == [1.0] * 4
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_killed_verifier_takes_its_children_along(pool, tmp_path):
+    notes = tmp_path / "pids"
+    with ThreadPoolExecutor(1) as executor:
+        pending = executor.submit(pool.score, [item(f"family {notes}")])
+        pids = noted(notes, 1)
+        assert pending.result()[0].status is Status.TIMEOUT
+    family = [int(line) for line in notes.read_text().split()]
+    assert len(family) == 4
+    assert gone(family + pids)
+
+
+def test_a_fork_is_no_second_worker(pool, tmp_path):
+    notes = tmp_path / "pids"
+    scores = pool.score([item(f"fork_and_return {notes}"), item("1"), item("0")])
+    assert [s.value for s in scores] == [1.0, 1.0, 0.0]
+    assert gone(noted(notes, 1))
+    assert [s.value for s in pool.score([item("1"), item("0")])] == [1.0, 0.0]
+
+
+def test_a_fork_that_outlives_its_worker_delays_nothing(pool, tmp_path):
+    begun = time.monotonic()
+    (score,) = pool.score([item(f"fork_and_die {tmp_path / 'pids'}")])
+    assert time.monotonic() - begun < TIMEOUT_S + KILL_S
+    assert (score.status, "exited with code 7" in score.detail) == (Status.ERROR, True)
+    assert gone(noted(tmp_path / "pids", 1))
+
+
+def test_memory_limit():
+    with make_pool(timeout_s=20.0, memory_gib=1.0, obey=part("obey")) as pool:
+        scores = pool.score([item("1"), item("allocate"), item("1")])
+        assert [s.value for s in scores] == [1.0, None, 1.0]
+        assert (scores[1].status, "MemoryError" in scores[1].detail) == (Status.ERROR, True)
+
+
+def test_async_function_keeps_its_loop():
+    with make_pool(later=part("later")) as pool:
+        scores = pool.score([item("1"), item("0"), item("1")])
+        assert [s.value for s in scores] == [1.0, 0.0, 1.0]
+        assert len({s.extracted for s in scores}) == 1
+
+
+def test_the_signature_decides_what_is_given():
+    parts = {
+        "everything": part("everything", params={"scale": 0.5}),
+        "only_answer": part("only_answer", weight=10.0),
+        "all_by_name": part("all_by_name"),
+        "length": part("length", weight=0.0, accuracy=False),
+    }
+    with make_pool(**parts) as pool:
+        (score,) = pool.score([item("abc", 3, prompt="q", prompt_id="p7")])
+        assert score.parts == {"everything": 0.5, "only_answer": 3.0, "all_by_name": 0.0, "length": 3.0}
+        assert score.value == 30.5
+        assert score.extracted == "q|abc|3|p7"
+        assert pool.score([item("", part="all_by_name")])[0].extracted == "answer,completion,prompt,prompt_id"
+        with pytest.raises(RewardError, match="'lenght' is unknown"):
+            pool.score([item("", part="lenght")])
+
+
+def test_answers_arrive_as_they_are():
+    with make_pool(answer=part("only_answer")) as pool:
+        scores = pool.score([item("", 2**40), item("", True), item("", threading.Lock()), item("", 0.1)])
+        assert [s.value for s in scores] == [2.0**40, 1.0, None, 0.1]
+        assert (scores[2].status, "pickle" in scores[2].detail) == (Status.ERROR, True)
+
+
+@pytest.mark.parametrize(
+    ("function", "params", "told"),
+    [
+        ("exact_intger", {}, "exact_integer"),
+        ("exact_integer", {"lst": True}, "reward.parts.mine.params.lst"),
+        (f"{HOSTILE}:obay", {}, "obey"),
+        (f"{HOSTILE}:needs_more", {}, "'gold', which is none of completion, answer, prompt, prompt_id"),
+        (f"{HOSTILE}:everything", {}, "scale"),
+        ("no_such_module.f", {}, "no_such_module"),
+        ("{tmp}/missing.py:f", {}, "missing.py"),
+        ("{tmp}/syntax.py:f", {}, "syntax.py, line 1"),
+        ("{tmp}/raises.py:f", {}, "no licence"),
+        ("{tmp}/exits.py:f", {}, "SystemExit"),
+        ("{tmp}/dies.py:f", {}, "was killed by SIGSEGV"),
+        ("{tmp}/dies.py:f", {}, "last words"),
+    ],
+)
+def test_a_function_that_can_not_be_loaded_is_told_at_the_start(tmp_path, function, params, told):
+    (tmp_path / "syntax.py").write_text("def f(:\n")
+    (tmp_path / "raises.py").write_text("raise RuntimeError('no licence')\n")
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit(4)\n")
+    (tmp_path / "dies.py").write_text("import os, signal\nos.write(2, b'last words')\nos.kill(os.getpid(), signal.SIGSEGV)\n")
+    before = set(psutil.Process().children())
+    with pytest.raises(ConfigError) as caught:
+        make_pool(num_workers=2, mine=RewardPart(function=function.replace("{tmp}", str(tmp_path)), params=params))
+    assert told in str(caught.value)
+    assert set(psutil.Process().children()) <= before
+
+
+def test_parameters_reach_the_verifier():
+    with make_pool(math=RewardPart(function="exact_integer", params={"last": False})) as pool:
+        assert [s.value for s in pool.score([item("it is 1"), item("1")])] == [0.0, 1.0]
+        assert pool.score([item("1", "one")])[0].status is Status.INVALID
+
+
+def test_the_same_from_every_kind_of_thread(pool):
+    """Case B36."""
+    items = [item("1"), item("sleep"), item("0")]
+
+    async def from_executor():
+        return await asyncio.get_running_loop().run_in_executor(None, pool.score, items)
+
+    results = [pool.score(items), asyncio.run(from_executor())]
+    thread = threading.Thread(target=lambda: results.append(pool.score(items)))
+    thread.start()
+    thread.join()
+    for scores in results:
+        assert [s.value for s in scores] == [1.0, None, 0.0]
+        assert scores[1].status is Status.TIMEOUT
+
+
+def test_callers_at_once_get_their_own(pool):
+    def call(number):
+        return [s.value for s in pool.score([item(str(i), str(number)) for i in range(100)])]
+
+    with ThreadPoolExecutor(8) as executor:
+        results = list(executor.map(call, range(8)))
+    assert results == [[float(i == number) for i in range(100)] for number in range(8)]
+
+
+def test_health_and_the_death_of_idle_processes():
+    with make_pool(num_workers=2, obey=part("obey")) as pool:
+        health = pool.health()
+        assert (health.num_alive, health.num_lost, health.num_running, health.num_queued, health.longest_running_s) == (
+            2,
+            0,
+            0,
+            0,
+            0.0,
+        )
+        for pid in health.pids:
+            os.kill(pid, signal.SIGKILL)
+        assert gone(health.pids)
+        assert pool.health().num_alive == 0
+        assert [s.value for s in pool.score([item("1")] * 200)] == [1.0] * 200  # nobody is blamed
+        with ThreadPoolExecutor(1) as executor:
+            pending = executor.submit(pool.score, [item("sleep")])
+            time.sleep(TIMEOUT_S / 2)
+            busy = pool.health()
+            pending.result()
+        assert busy.num_running == 1
+        assert 0 < busy.longest_running_s < TIMEOUT_S
+
+
+def test_processes_are_light_and_have_one_thread_and_no_accelerator(pool):
+    scores = pool.score([item("getenv OMP_NUM_THREADS"), item("getenv CUDA_VISIBLE_DEVICES"), item("modules")])
+    assert [s.extracted for s in scores[:2]] == ["1", ""]
+    assert not {"torch", "ray", "vllm", "deepspeed", "transformers", "psutil"} & set(scores[2].extracted.split(","))
+
+
+def test_close_leaves_no_process_and_ends_those_who_wait(tmp_path):
+    notes = tmp_path / "pids"
+    pool = make_pool(num_workers=2, timeout_s=60.0, obey=part("obey"))
+    workers = pool.health().pids
+    with ThreadPoolExecutor(1) as executor:
+        pending = executor.submit(pool.score, [item(f"family {notes}"), item("1")])
+        family = noted(notes, 4)
+        begun = time.monotonic()
+        pool.close()
+        assert time.monotonic() - begun < KILL_S
+        with pytest.raises(RuntimeError, match="closed"):
+            pending.result()
+    assert gone([*workers, *family])
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.score([item("1")])
+    pool.close()
+
+
+SCRIPT = textwrap.dedent("""
+    import sys, threading, time
+    from configs.schema import RewardConfig, RewardPart
+    from rewards.contract import RewardItem
+    from rewards.pool import RewardPool
+
+    print("main runs", flush=True)
+    pool = RewardPool(RewardConfig(parts={"obey": RewardPart(function=sys.argv[1])}, num_workers=2, timeout_s=60.0))
+    item = RewardItem(prompt="", completion=sys.argv[2], answer="1", prompt_id="", part=None)
+    threading.Thread(target=pool.score, args=([item],), daemon=True).start()
+    time.sleep(0.5)
+    print(*pool.health().pids, flush=True)
+    if sys.argv[3] == "stay":
+        time.sleep(60)
+""")
+
+
+@pytest.mark.parametrize("end", ["return", "stay"])
+def test_a_script_without_main_guard_that_forgets_to_close_or_is_killed(tmp_path, end):
+    """Workers end with their parent, be it at its normal end or by SIGKILL; a folder of the user's own name hides nothing."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    (tmp_path / "verifier.py").write_text(HOSTILE.read_text())
+    for package in ("configs", "rewards"):
+        (tmp_path / "elsewhere" / package).mkdir(parents=True)
+        (tmp_path / "elsewhere" / package / "__init__.py").write_text("raise RuntimeError('the wrong package')")
+    parent = subprocess.Popen(
+        [sys.executable, "-P", script, "../verifier.py:obey", "hold_interpreter", end],
+        cwd=tmp_path / "elsewhere",
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with parent:
+        assert parent.stdout.readline() == "main runs\n"
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        if end == "stay":
+            assert all(lives(pid) for pid in pids)
+            parent.kill()
+        assert parent.stdout.read() == ""  # the main module ran once
+    assert gone(pids)
+
+
+def test_importing_rewards_loads_no_heavy_library():
+    code = (
+        "import sys, rewards.pool, rewards.verifiers, rewards.worker\n"
+        "print(sorted({'torch', 'ray', 'vllm', 'deepspeed', 'transformers', 'omegaconf'} & set(sys.modules)))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "[]\n"
+
+
+def test_overhead_of_an_item():
+    with make_pool(math=RewardPart(function="exact_integer")) as pool:
+        items = [item(f"it is {i}", str(i)) for i in range(2000)]
+        begun = time.perf_counter()
+        scores = pool.score(items)
+        took_s = time.perf_counter() - begun
+    in_verifier_s = sum(s.time_s for s in scores)
+    print(
+        f"\npool: {1e6 * (took_s - in_verifier_s) / len(items):.0f} us an item beside {1e6 * in_verifier_s / len(items):.0f} us of verifier"
+    )
+    assert sum(s.value for s in scores) == 2000
