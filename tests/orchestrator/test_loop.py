@@ -1,0 +1,268 @@
+"""The loop, driven by fakes: what is open when, which groups make a batch, what happens when it cannot be filled."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+
+import pytest
+from configs.schema import DeadlinesConfig, LastBatch, WhenShort
+from learner.selection import SELECTIONS
+from orchestrator.errors import RunStopped
+from orchestrator.handles import StepReport
+from orchestrator.ledger import Ledger, Length
+from orchestrator.loop import Loop, LoopSettings
+from orchestrator.stages import Address, Finished, Scored
+from orchestrator.waits import DeadlinePassed, Waits
+from rollout.records import GroupMeta, Outcome, Score, Status
+
+SETTINGS = LoopSettings(
+    groups_per_step=4,
+    max_lag=0,
+    oversample=1.0,
+    max_visits_per_step=32,
+    when_short=WhenShort.carry,
+    max_token_lag=None,
+    max_failed_share=0.5,
+    num_steps=5,
+    deadlines=DeadlinesConfig(),
+)
+
+
+def score(accuracy, status=Status.OK):
+    ok = status is Status.OK
+    return Score(status, Outcome.NONE, accuracy if ok else None, accuracy if ok else None, {}, None, 0.0, "")
+
+
+class World:
+    """Engine, verifier, learner, push and observer in one, with a log of what happened in which order."""
+
+    def __init__(self, *, seed=0, drop=lambda visit: False, slow=0.0, failed=lambda visit: False):
+        self.random = random.Random(seed)
+        self.drop, self.failed, self.slow = drop, failed, slow
+        self.version = 0
+        self.log = []
+        self.batches = []
+        self.outcomes = []
+        self.queue = asyncio.Queue()
+        self.tasks = set()
+        self.cancelled = set()
+        self.loop = None
+        self.max_open = 0
+
+    async def submit(self, visits):
+        self.log.append(("submit", len(visits)))
+        self.max_open = max(self.max_open, self.loop._ledger.num_open)
+        for visit in visits:
+            task = asyncio.create_task(self.generate(visit))
+            self.tasks.add(task)
+
+    async def generate(self, visit):
+        version = self.version
+        await asyncio.sleep(self.random.random() * 0.01)
+        meta = GroupMeta(visit, "w", 3, (2, 2), (2, 2), 0, version, self.version, 0, 0.0)
+        if visit not in self.cancelled:
+            self.queue.put_nowait([Finished(meta, Address(None, 0))])
+
+    async def next_finished(self):
+        return await self.queue.get()
+
+    async def cancel(self, visits):
+        self.cancelled |= set(visits)
+
+    async def score(self, finished):
+        await asyncio.sleep(self.random.random() * 0.005)
+        return [Scored(item.meta, item.address, self.scores(item.meta.visit)) for item in finished]
+
+    def scores(self, visit):
+        if self.failed(visit):
+            return (score(1.0), score(0.0), score(0, Status.TIMEOUT), score(0, Status.ERROR), score(0, Status.ERROR))
+        return (score(1.0), score(1.0 if self.drop(visit) else 0.0))
+
+    async def prepare(self, batch):
+        self.log.append(("prepare", batch.step))
+        self.batches.append([kept.pick for kept in batch.groups])
+        await asyncio.sleep(self.slow)
+        return {}
+
+    async def train(self):
+        await asyncio.sleep(self.slow)
+        return StepReport({}, 1)
+
+    async def push(self, version):
+        await asyncio.sleep(self.slow)
+        self.version = version
+        self.log.append(("pushed", version))
+        return {}
+
+    async def after_step(self, outcome):
+        self.outcomes.append(outcome)
+
+    def event(self, name, **fields):
+        self.log.append((name, fields))
+
+    def make(self, settings=SETTINGS, *, num_prompts=200, last=LastBatch.wrap, num_epochs=None):
+        length = Length(num_prompts, settings.groups_per_step, last)
+        ledger = Ledger(
+            [f"p{i}" for i in range(num_prompts)],
+            length=length,
+            seed=0,
+            shuffle=True,
+            max_visits=None if num_epochs is None else length.visits(num_epochs),
+        )
+        handles = (self, self, self, self, self)
+        self.loop = Loop(settings, ledger, handles, SELECTIONS["zero_variance"], Waits(), step=0, version=0)
+        return self.loop
+
+
+def third(visit):
+    return int(visit.prompt_id[1:]) % 3 == 0
+
+
+async def test_lag_zero_is_synchronous():
+    """Nothing is asked of an engine between a full batch and the end of the push."""
+    world = World(drop=third, slow=0.02)
+    assert await world.make().run() == "done"
+    training = False
+    for entry, value in world.log:
+        if entry == "prepare":
+            training = True
+        elif entry == "pushed":
+            training = False
+        elif entry == "submit":
+            assert not training, f"submitted {value} visits while training"
+    assert world.max_open == 4
+    assert world.version == 5
+    assert world.loop._ledger.num_open == 0
+
+
+async def test_batches_do_not_depend_on_which_group_finishes_first():
+    """At lag 0 a batch is the first kept visits in pick order, whatever the timing."""
+    runs = []
+    for seed in range(6):
+        world = World(seed=seed, drop=third)
+        await world.make().run()
+        runs.append([[(p.order, p.visit) for p in batch] for batch in world.batches])
+    assert all(run == runs[0] for run in runs)
+    assert all([order for order, _ in batch] == sorted(order for order, _ in batch) for batch in runs[0])
+
+
+async def test_oversampling_fills_sooner_and_drops_the_surplus_by_name():
+    runs = []
+    for seed in range(6):
+        world = World(seed=seed, drop=third)
+        await world.make(replace(SETTINGS, oversample=2.0)).run()
+        assert world.max_open == 8
+        runs.append(world.batches)
+        dropped = sum(outcome.dropped.get("surplus", 0) for outcome in world.outcomes)
+        assert dropped == world.loop._ledger.counts["dropped/surplus"] > 0
+        counts = world.loop._ledger.counts
+        assert counts["picked"] == counts["trained"] + sum(n for name, n in counts.items() if name.startswith("dropped/"))
+    assert [b[0] for b in runs[0]] == [b[0] for b in runs[1]] or len(runs) == 6
+
+
+@pytest.mark.parametrize("max_lag", [1, 2, 4])
+async def test_above_lag_zero_generation_goes_on_while_the_learner_works(max_lag):
+    world = World(drop=third, slow=0.02)
+    await world.make(replace(SETTINGS, max_lag=max_lag, num_steps=12)).run()
+    training, overlapping = False, 0
+    for entry, value in world.log:
+        if entry in ("prepare", "pushed"):
+            training = entry == "prepare"
+        elif entry == "submit" and training:
+            overlapping += value
+    assert overlapping > 0
+    assert world.max_open == (max_lag + 1) * 4
+    lags = [o.batch.version - k.scored.meta.min_version for o in world.outcomes for k in o.batch.groups]
+    assert 0 < max(lags) <= max_lag + 1
+    trained = [pick.order for batch in world.batches for pick in batch]
+    assert len(trained) == len(set(trained)) == 48, "no visit is trained twice"
+
+
+def unsolvable(visit):
+    return True
+
+
+async def test_short_batch_stops_with_the_histogram():
+    world = World(drop=unsolvable)
+    with pytest.raises(RunStopped, match=r"0 of 4 groups were kept out of 32 visits .*pass rates of 32 groups: 1: 32.*max_visits"):
+        await world.make(replace(SETTINGS, when_short=WhenShort.stop)).run()
+
+
+async def test_short_batch_trains_on_what_there_is():
+    world = World(drop=lambda visit: int(visit.prompt_id[1:]) % 20 != 0)
+    await world.make(replace(SETTINGS, when_short=WhenShort.train, max_visits_per_step=20)).run()
+    sizes = [len(outcome.batch.groups) for outcome in world.outcomes]
+    assert min(sizes) < 4
+    assert sum(bool(size) for size in sizes) == world.version, "a step without groups trains nothing and pushes nothing"
+
+
+async def test_short_batch_is_carried_into_the_next_step():
+    world = World(drop=lambda visit: int(visit.prompt_id[1:]) % 20 != 0)
+    await world.make(replace(SETTINGS, max_visits_per_step=20, num_steps=12)).run()
+    sizes = [len(outcome.batch.groups) for outcome in world.outcomes]
+    assert set(sizes) == {0, 4}
+    assert any(name == "short_batch" for name, _ in world.log)
+
+
+async def test_the_end_of_the_data_ends_the_run_with_a_short_batch():
+    """B98, B149: the groups that are there are trained on, and the run says why it ended."""
+    world = World(drop=lambda visit: visit.prompt_id == "p1")
+    reason = await world.make(replace(SETTINGS, num_steps=100), num_prompts=7, last=LastBatch.keep, num_epochs=1).run()
+    assert reason == "data used up"
+    assert sorted(len(outcome.batch.groups) for outcome in world.outcomes) == [2, 4] or sum(
+        len(o.batch.groups) for o in world.outcomes
+    ) == 6
+
+
+async def test_failing_verifiers_stop_the_run_with_the_counts():
+    world = World(failed=lambda visit: True)
+    with pytest.raises(RunStopped, match=r"the verifier failed on 12 of 20 completions of step 1 .*timeout: 4"):
+        await world.make().run()
+
+
+async def test_a_few_failing_verifiers_do_not():
+    world = World(failed=lambda visit: visit.prompt_id == "p3")
+    assert await world.make().run() == "done"
+
+
+async def test_late_groups_are_dropped_only_when_asked():
+    world = World(slow=0.03)
+    await world.make(replace(SETTINGS, max_lag=3, max_token_lag=1, num_steps=10)).run()
+    lags = [o.batch.version - k.scored.meta.min_version for o in world.outcomes for k in o.batch.groups]
+    assert max(lags) <= 1
+    assert world.loop._ledger.counts["dropped/late"] > 0
+
+
+async def test_stop_ends_on_whole_steps():
+    world = World(slow=0.02)
+    loop = world.make(replace(SETTINGS, num_steps=1000))
+    asyncio.get_running_loop().call_later(0.3, loop.stop)
+    assert await loop.run() == "stopped"
+    assert loop.between_steps
+    assert loop.step == loop.version == len(world.outcomes) > 0
+
+
+async def test_a_silent_engine_meets_the_deadline():
+    world = World()
+
+    async def nothing(visit):
+        await asyncio.sleep(60)
+
+    world.generate = nothing
+    deadlines = DeadlinesConfig(generate_s=0.2)
+    with pytest.raises(DeadlinePassed, match="rollout workers did not finish 'a finished group for step 1' within 0.2 s"):
+        await world.make(replace(SETTINGS, deadlines=deadlines)).run()
+
+
+async def test_an_engine_that_raises_ends_the_run_with_its_own_words():
+    """B168."""
+    world = World()
+
+    async def broken():
+        raise RuntimeError("engine rollout-0 is gone")
+
+    world.next_finished = broken
+    with pytest.raises(RuntimeError, match="rollout-0 is gone"):
+        await world.make().run()

@@ -1,0 +1,56 @@
+"""Every wait has an owner, a name and a deadline that fires."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from orchestrator.waits import DeadlinePassed, Waits
+
+
+async def test_a_result_comes_through_and_nothing_stays_registered():
+    waits = Waits()
+
+    async def work():
+        assert [(w.owner, w.name) for w in waits.open()] == [("cook", "soup")]
+        return 7
+
+    assert await waits.wait(work(), owner="cook", name="soup", deadline_s=5) == 7
+    assert waits.open() == []
+
+
+async def test_the_deadline_names_owner_wait_and_the_others():
+    waits = Waits()
+    other = asyncio.create_task(waits.wait(asyncio.sleep(30), owner="engine", name="groups", deadline_s=60))
+    await asyncio.sleep(0)
+    started = time.monotonic()
+    with pytest.raises(DeadlinePassed, match=r"learner did not finish 'train step 3' within 0.2 s.*engine for 'groups'"):
+        await waits.wait(asyncio.sleep(30), owner="learner", name="train step 3", deadline_s=0.2)
+    assert 0.2 <= time.monotonic() - started < 0.6
+    other.cancel()
+    await asyncio.gather(other, return_exceptions=True)
+    assert waits.open() == []
+
+
+async def test_what_the_work_raises_is_raised():
+    async def fail():
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        await Waits().wait(fail(), owner="a", name="b", deadline_s=1)
+
+
+async def test_a_passed_deadline_cancels_the_work():
+    cancelled = asyncio.Event()
+
+    async def stuck():
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    with pytest.raises(DeadlinePassed):
+        await Waits().wait(stuck(), owner="a", name="b", deadline_s=0.05)
+    await asyncio.wait_for(cancelled.wait(), 1)
