@@ -29,7 +29,7 @@ from configs.paths import make_absolute
 from configs.schema import Config
 from configs.validate import check_values
 
-__all__ = ["ConfigError", "dump_config", "load_config"]
+__all__ = ["ConfigError", "dump_config", "load_config", "shipped_files"]
 
 _OURS = Path(__file__).parent
 _ROOT = "config"
@@ -67,6 +67,11 @@ def dump_config(config: Config, *, redact: bool) -> str:
     """The configuration as YAML that ``load_config`` reads back; with ``redact``, texts under keys that name a secret are hidden."""
     plain = to_plain(config)
     return yaml.safe_dump(_redact(plain) if redact else plain, sort_keys=False, allow_unicode=True, width=1000)
+
+
+def shipped_files() -> dict[str, list[str]]:
+    """The YAML files that ship, by group."""
+    return _yaml_files(None)
 
 
 def _parse(text: str) -> Override:

@@ -1,0 +1,192 @@
+"""The command line: ``limen VERB [overrides]``.
+
+Parsing, help and every check of the configuration come before torch, Ray, vLLM or DeepSpeed is imported; a verb's own module is
+imported when it is about to run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from configs.build import schema_keys
+from configs.compose import dump_config, load_config, shipped_files
+from configs.errors import InputError
+from configs.schema import Config
+from orchestrator.errors import RunStopped
+
+EXIT_BAD_INPUT, EXIT_STOPPED, EXIT_SIGINT = 2, 3, 130
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One verb: what help says of it, and the function that does it, as ``module:function``."""
+
+    summary: str
+    detail: str
+    function: str
+    takes_config: bool = True
+
+
+VERBS = {
+    "train": Verb(
+        "train a model; without overrides the embedded job",
+        "Trains, writes the run's folder, and prints the held-out pass rate before and after. Without overrides: additions of up to\n"
+        "three digits on a tiny model that is built here first. `limen train resume=RUN_DIR` goes on with a run; further\n"
+        "overrides then change its stored configuration.",
+        "orchestrator.commands:train",
+    ),
+    "build-model": Verb(
+        "build and cache the base model",
+        "Builds the embedded model, or fine-tunes `model.path` on `model.warm_start_file`, keeps it in a cache, and prints its folder.",
+        "orchestrator.commands:build_model",
+    ),
+    "eval": Verb(
+        "pass@k and avg@k of a checkpoint on held-out prompts",
+        "Evaluates `checkpoint_dir`, or the base model without one, on the held-out prompts of the configuration.",
+        "orchestrator.commands:evaluate_model",
+    ),
+    "sample": Verb(
+        "completions of a checkpoint",
+        "Prints completions of `checkpoint_dir`, or of the base model without one.",
+        "orchestrator.commands:sample",
+    ),
+    "doctor": Verb(
+        "check this machine and its versions",
+        "Checks Python, the versions of the packages and whether they load, the machine's limits, the compiler and the GPU, and names\n"
+        "a fix for whatever is wrong. Exits with 2 where something is. Starts no run and takes no overrides.",
+        "orchestrator.doctor:doctor",
+        takes_config=False,
+    ),
+}
+
+OPTIONS = """options:
+  --config-dir DIR   a folder of your own YAML: DIR/experiment/mine.yaml is `experiment=mine`, DIR/data/own.yaml is `data=own`
+  --print-config     print the whole configuration, secrets hidden, and stop
+  -h, --help         this text
+"""
+
+EXIT_CODES = """exit codes: 0 done; 2 bad configuration or input; 3 the run stopped itself, the reason last; 130 after Ctrl-C; 143 after SIGTERM
+"""
+
+EXAMPLES = """examples:
+  limen train
+  limen train model=pretrained model.path=FOLDER data=jsonl data.sources.main.path=FILE.jsonl
+  limen eval checkpoint_dir=RUN_DIR evaluation.num_samples=8
+"""
+
+
+@dataclass
+class Call:
+    """What was asked for."""
+
+    verb: str | None = None
+    overrides: list[str] = field(default_factory=list)
+    config_dir: Path | None = None
+    print_config: bool = False
+    help: bool = False
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code. An error about what the user gave is one line on stderr."""
+    try:
+        return _run(parse(sys.argv[1:] if argv is None else argv))
+    except InputError as error:
+        _complain(str(error))
+        return EXIT_BAD_INPUT
+    except RunStopped as error:
+        _complain(f"stopped: {error}")
+        return EXIT_STOPPED
+    except KeyboardInterrupt:  # before or after the loop, which has its own way to stop and save
+        _complain("interrupted")
+        return EXIT_SIGINT
+
+
+def parse(argv: Sequence[str]) -> Call:
+    """Split the arguments into verb, options and overrides. Raises InputError for an unknown verb or option."""
+    call, rest = Call(), list(argv)
+    while rest:
+        argument = rest.pop(0)
+        name, equals, value = argument.partition("=")
+        if argument in ("-h", "--help"):
+            call.help = True
+        elif argument == "--print-config":
+            call.print_config = True
+        elif name == "--config-dir":
+            if not equals and not rest:
+                raise InputError("--config-dir needs a folder: --config-dir DIR")
+            call.config_dir = Path(value if equals else rest.pop(0)).expanduser()
+        elif argument.startswith("-"):
+            raise InputError(f"unknown option {argument}; there are --config-dir, --print-config, --help")
+        elif call.verb is None:
+            if argument not in VERBS:
+                near = "; overrides come after the verb" if equals else ""
+                raise InputError(f"unknown verb {argument!r}; there are {', '.join(VERBS)}{near}")
+            call.verb = argument
+        else:
+            call.overrides.append(argument)
+    return call
+
+
+def _run(call: Call) -> int:
+    if call.verb is None:
+        if call.help:
+            print(overview(), end="")
+            return 0
+        raise InputError(f"name a verb: {', '.join(VERBS)}; `limen --help` explains them")
+    verb = VERBS[call.verb]
+    if call.help:
+        print(describe(call.verb), end="")
+        return 0
+    if not verb.takes_config:
+        if call.overrides or call.config_dir or call.print_config:
+            raise InputError(f"limen {call.verb} takes no options or overrides")
+        return int(_function(verb.function)())
+    config = load_config(call.overrides, call.config_dir)
+    if call.print_config:
+        print(dump_config(config, redact=True), end="")
+        return 0
+    _function("orchestrator.choices:check_functions")(config)
+    return int(_function(verb.function)(config))
+
+
+def overview() -> str:
+    """What ``limen --help`` prints."""
+    width = max(map(len, VERBS)) + 2
+    verbs = "".join(f"  {name:<{width}}{verb.summary}\n" for name, verb in VERBS.items())
+    return (
+        "usage: limen VERB [options] [overrides]\n\nReinforcement learning for language models with Ray, vLLM and DeepSpeed.\n\n"
+        f"verbs:\n{verbs}\n"
+        "overrides: `group=file` picks a YAML file, `key=value` sets a key, `~key` removes one from a map.\n"
+        "`limen VERB --help` lists them.\n\n"
+        f"{EXAMPLES}\n{EXIT_CODES}"
+    )
+
+
+def describe(name: str) -> str:
+    """What ``limen VERB --help`` prints: the verb, its options, the YAML files and the keys of the configuration."""
+    verb = VERBS[name]
+    if not verb.takes_config:
+        return f"usage: limen {name}\n\n{verb.detail}\n"
+    files = "".join(f"  {group}={'|'.join(names)}\n" for group, names in shipped_files().items())
+    keys = [(key, item.metadata["help"]) for key, item in schema_keys(Config) if "." not in key]
+    width = max(len(key) for key, _ in keys) + 2
+    lines = "".join(f"  {key:<{width}}{text}\n" for key, text in keys)
+    return (
+        f"usage: limen {name} [options] [overrides]\n\n{verb.detail}\n\n{OPTIONS}\nYAML files:\n{files}\n"
+        f"keys (`limen {name} --print-config` shows all of them with their values):\n{lines}"
+    )
+
+
+def _function(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _complain(text: str) -> None:
+    sys.stdout.flush()
+    print("limen: " + " ".join(text.split()), file=sys.stderr)
