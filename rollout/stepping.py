@@ -198,6 +198,8 @@ class SteppingEngine:
         return self._send(swap.answer, lambda: self._begin_swap(swap))
 
     def score_tokens(self, rows: Sequence[NDArray[np.int32]], temperature: float) -> list[TokenScores]:
+        if not temperature > 0:
+            raise ValueError(f"rows are scored at a temperature above 0, not {temperature}")
         for row in rows:
             self._stepper.check_row(row)
         return self._call(lambda: self._score(rows, temperature))
