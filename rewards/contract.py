@@ -8,8 +8,9 @@ whose length could be wrong. It returns
 - a number or a bool: the value that trains; the accuracy is the value clipped to [0, 1];
 - a `Verdict`, or a dict with the same keys, to say more;
 
-or raises `InvalidItem` (the reference answer is unusable) or `Abstain` (it declines to judge). Any other exception and any
-other return, None, NaN, infinities, lists and arrays included, is the status ``error`` with the function's name: never a 0.
+or raises `InvalidItem` (the reference answer is unusable), `Abstain` (it declines to judge) or TimeoutError (a call of its own
+took too long). Any other exception and any other return, None, NaN, infinities, lists and arrays included, is the status
+``error`` with the function's name: never a 0.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def judge(verifier: Verifier, item: RewardItem, run: Callable[[Awaitable[Any]], 
         verdict = read_return(returned)
     # BaseException: a verifier that calls sys.exit() has failed on this item, it has not ended the process.
     except BaseException as error:
-        known = ((InvalidItem, Status.INVALID), (Abstain, Status.ABSTAIN))
+        known = ((InvalidItem, Status.INVALID), (Abstain, Status.ABSTAIN), (TimeoutError, Status.TIMEOUT))
         status = next((status for kind, status in known if isinstance(error, kind)), Status.ERROR)
         return failed(status, f"{verifier.name}: {describe(error)}", time.perf_counter() - begun)
     return Score(

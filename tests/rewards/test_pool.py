@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import rewards.process
 from configs.errors import ConfigError
 from configs.schema import RewardConfig, RewardPart
 from rewards.contract import RewardError, RewardItem
@@ -172,6 +173,20 @@ def test_failures_of_the_verifier_are_kept_apart_from_a_wrong_answer(pool):
     assert [s.value for s in scores] == [1.0, None, None, 0.0]
 
 
+@pytest.mark.parametrize("status", ["abstain", "invalid", "timeout"])
+def test_a_verifier_may_give_up_by_an_exception(pool, status):
+    (score,) = pool.score([item(f"give_up {status}")])
+    assert (score.status, score.value, score.outcome) == (status, None, Outcome.NONE)
+    assert "as told" in score.detail
+
+
+def test_the_deadline_is_for_all_parts_together_and_the_stuck_one_is_named():
+    with make_pool(first=part("obey"), second=part("obey")) as pool:
+        (score,) = pool.score([item("nap 0.7")])
+        assert (score.status, "'second'" in score.detail, "'first'" in score.detail) == (Status.TIMEOUT, True, False)
+        assert TIMEOUT_S <= score.time_s < 1.4  # the naps of both
+
+
 def test_prints_go_nowhere_and_corrupt_nothing(pool, capfd):
     scores = pool.score([item(c) for c in ["1", "print", "1", "print"]])
     assert [s.value for s in scores] == [1.0] * 4
@@ -272,6 +287,13 @@ def test_a_function_that_can_not_be_loaded_is_told_at_the_start(tmp_path, functi
     assert set(psutil.Process().children()) <= before
 
 
+def test_loading_has_a_deadline(tmp_path, monkeypatch):
+    monkeypatch.setattr(rewards.process, "START_S", 1.0)
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(3600)\n")
+    with pytest.raises(RewardError, match="had not loaded its verifiers after 1 s"):
+        make_pool(mine=RewardPart(function=f"{tmp_path}/slow.py:f"))
+
+
 def test_parameters_reach_the_verifier():
     with make_pool(math=RewardPart(function="exact_integer", params={"last": False})) as pool:
         assert [s.value for s in pool.score([item("it is 1"), item("1")])] == [0.0, 1.0]
@@ -352,7 +374,7 @@ def test_close_leaves_no_process_and_ends_those_who_wait(tmp_path):
 
 
 SCRIPT = textwrap.dedent("""
-    import sys, threading, time
+    import contextlib, sys, threading, time
     from configs.schema import RewardConfig, RewardPart
     from rewards.contract import RewardItem
     from rewards.pool import RewardPool
@@ -360,7 +382,12 @@ SCRIPT = textwrap.dedent("""
     print("main runs", flush=True)
     pool = RewardPool(RewardConfig(parts={"obey": RewardPart(function=sys.argv[1])}, num_workers=2, timeout_s=60.0))
     item = RewardItem(prompt="", completion=sys.argv[2], answer="1", prompt_id="", part=None)
-    threading.Thread(target=pool.score, args=([item],), daemon=True).start()
+
+    def score():
+        with contextlib.suppress(RuntimeError):  # the pool is closed when the script ends
+            pool.score([item])
+
+    threading.Thread(target=score, daemon=True).start()
     time.sleep(0.5)
     print(*pool.health().pids, flush=True)
     if sys.argv[3] == "stay":
