@@ -34,7 +34,7 @@ class PackedRows:
     num_tokens: int  # without padding
 
 
-def cut_mini_batches(num_groups: int, num_mini_batches: int, seed: int) -> list[NDArray[np.int64]]:
+def cut_mini_batches(num_groups: int, num_mini_batches: int, seed: int | Sequence[int]) -> list[NDArray[np.int64]]:
     """Cuts a seeded shuffle of whole groups into mini-batches whose sizes differ by at most one.
 
     With fewer groups than mini-batches there are fewer mini-batches, never an empty one.

@@ -6,6 +6,7 @@ denominator. So accumulation is told to be 1, the boundary is set by hand, and `
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Sequence
@@ -76,6 +77,7 @@ class DeepSpeedEngine:
         self.world_size = world_size
         self.num_steps = 0
         self.num_skipped = 0
+        self.num_skipped_in_a_row = 0
         _join_process_group()
         parameters = [p for p in module.parameters() if p.requires_grad]
         self._optimizer = _make_optimizer(config.optimizer, parameters)
@@ -121,6 +123,7 @@ class DeepSpeedEngine:
             norm = float(self._engine.get_global_grad_norm())
             skipped = bool(self._engine.optimizer.overflow)
         self.num_skipped += skipped
+        self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if skipped else 0
         return StepResult(skipped, norm, rate)
 
     def _step_plain(self) -> tuple[float, bool]:
@@ -145,15 +148,15 @@ class DeepSpeedEngine:
 
     def save(self, folder: Path) -> None:
         """Writes weights, optimizer states and counters, each rank its share. All ranks call it."""
-        counters = {"num_steps": self.num_steps, "num_skipped": self.num_skipped}
-        self._engine.save_checkpoint(str(folder), tag="engine", client_state={"limen": counters}, save_latest=False)
+        counters = (self.num_steps, self.num_skipped, self.num_skipped_in_a_row)
+        self._engine.save_checkpoint(str(folder), tag="engine", client_state={"counters": counters}, save_latest=False)
 
     def load(self, folder: Path) -> None:
         """Restores what ``save`` wrote. Raises FileNotFoundError where there is nothing to restore."""
         path, state = self._engine.load_checkpoint(str(folder), tag="engine", load_lr_scheduler_states=False)
         if path is None:
             raise FileNotFoundError(f"{folder} holds no engine state of this number of ranks and ZeRO stage")
-        self.num_steps, self.num_skipped = state["limen"]["num_steps"], state["limen"]["num_skipped"]
+        self.num_steps, self.num_skipped, self.num_skipped_in_a_row = state["counters"]
 
 
 def _join_process_group() -> None:
@@ -161,6 +164,7 @@ def _join_process_group() -> None:
     # DeepSpeed would compile a shared-memory collective with gcc (half a minute, once a machine) that one rank never uses and
     # gloo replaces; with an empty table of usable ops it does not look for it.
     deepspeed.ops.__compatible_ops__ = {}
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     os.environ.setdefault("LOCAL_RANK", "0")
     if not torch.distributed.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) == 1:

@@ -13,6 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from configs.schema import ModelConfig
@@ -73,6 +74,7 @@ class LoadedModel:
     hf: PreTrainedModel
     policy: PolicyModule
     saved_keys: tuple[str, ...]  # the state-dict keys that save_pretrained writes; a tied head is not among them
+    converts_names: bool  # whether it writes them under other names, as with fused experts
 
     def tensor(self, key: str) -> Tensor:
         """The live Parameter or buffer behind a state-dict key."""
@@ -99,8 +101,10 @@ def load_model(config: ModelConfig, path: str, *, seed: int, chunk_rows: int, gr
     if gradient_checkpointing:
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy = PolicyModule(hf.base_model, weight, chunk_rows=chunk_rows).train()
-    keys = remove_tied_weights_from_state_dict(dict(hf.state_dict()), hf)
-    return LoadedModel(hf, policy, tuple(key for key in keys if key not in (hf._keys_to_ignore_on_save or ())))
+    ignored = hf._keys_to_ignore_on_save or ()
+    saved = [key for key in remove_tied_weights_from_state_dict(dict(hf.state_dict()), hf) if key not in ignored]
+    written = revert_weight_conversion(hf, {key: hf.get_parameter_or_buffer(key).detach().to("meta") for key in saved})
+    return LoadedModel(hf, policy, tuple(saved), converts_names=set(written) != set(saved))
 
 
 def frozen_copy(policy: PolicyModule) -> PolicyModule:

@@ -1,0 +1,297 @@
+"""The learner: one rank that turns rollout batches into changed weights. Plain Python; whoever wants an actor wraps it.
+
+    prepare(batch)   samples, advantages, weights, denominators; old_logp and ref_logp where they are needed
+    train()          num_mini_batches x num_passes optimizer steps
+    buckets(g)       the weights, bucket by bucket; manifest() afterwards
+
+All ranks make every call, each with the whole rollout batch: it is small beside the activations, and then nothing but gradients
+and metrics travels between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from configs.functions import resolve_function
+from configs.schema import AlgorithmConfig, BatchConfig, Choice, KlKind, LearnerConfig, ModelConfig, Reference
+from learner.advantages import ADVANTAGES
+from learner.batching import Row, fill_micro_batches, pack_rows
+from learner.credit import Credit, token_credit
+from learner.deepspeed_engine import DeepSpeedEngine, StepResult
+from learner.gather import gather_buckets, whole_state
+from learner.head import HeadOutput
+from learner.loss_tokens import LossTokens
+from learner.metric_sums import MetricSums, collect_sums
+from learner.model import frozen_copy, load_model
+from learner.samples import Gap, MicroBatch, Plan, make_samples, packed_tensors, plan_optimizer_steps
+from learner.surrogates import SURROGATES
+from learner.weighting import WEIGHTINGS, sample_weights
+from rollout.records import ScoredGroup
+from rollout.tokenizer import load_tokenizer
+from rollout.weights import Bucket, Manifest
+
+
+class NonFiniteError(RuntimeError):
+    """Too many optimizer steps in a row were not finite. Weights and moments are those of the last good step."""
+
+
+@dataclass(frozen=True)
+class LearnerSpec:
+    """Everything a learner is made from."""
+
+    model: ModelConfig
+    learner: LearnerConfig
+    batch: BatchConfig
+    algorithm: AlgorithmConfig
+    advantage: Choice
+    weighting: Choice
+    correction: Choice
+    model_path: str  # folder or Hugging Face name of the start weights, with a tokenizer
+    temperature: float  # of sampling; the logits are divided by it
+    seed: int
+    total_optimizer_steps: int  # length of the schedule
+    max_response_tokens: int
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """The kept groups of one step. ``version`` is the learner's as it trains them."""
+
+    step: int
+    version: int
+    groups: tuple[ScoredGroup, ...]
+
+
+@dataclass(frozen=True)
+class PrepareReport:
+    metrics: dict[str, float]
+    num_samples: int
+    num_mini_batches: int  # 0 where no group had a sample to train on
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    metrics: dict[str, float]
+    num_optimizer_steps: int  # tried
+    num_skipped: int  # of those: not finite
+
+
+class Learner:
+    """One learner rank. Raises ValueError where the spec asks for what is not built, ModelError for an unfit model."""
+
+    def __init__(self, spec: LearnerSpec, rank: int, world_size: int) -> None:
+        if spec.correction.name != "none":
+            raise ValueError(f"correction={spec.correction.name} is not built yet; use correction=none")
+        self.with_kl = spec.algorithm.kl.kind is not KlKind.off
+        if self.with_kl and spec.learner.reference is Reference.off:
+            raise ValueError("algorithm.kl needs a reference: set learner.reference=frozen, or algorithm.kl.kind=off")
+        self.spec, self.rank, self.world_size = spec, rank, world_size
+        self.model = load_model(
+            spec.model,
+            spec.model_path,
+            seed=spec.seed,
+            chunk_rows=spec.learner.head_chunk_rows,
+            gradient_checkpointing=spec.learner.gradient_checkpointing,
+        )
+        reference = frozen_copy(self.model.policy) if self.with_kl else None
+        self.engine = DeepSpeedEngine(
+            self.model.policy, spec.learner, spec.model.dtype, world_size=world_size, total_steps=spec.total_optimizer_steps
+        )
+        self._reference = reference.to(self.engine.device) if reference is not None else None
+        self._credit: Callable[[LossTokens], Credit] = partial(
+            token_credit,
+            surrogate=partial(resolve_function(spec.algorithm.name, SURROGATES, "algorithm"), **spec.algorithm.params),
+            kl_kind=spec.algorithm.kl.kind,
+            kl_beta=spec.algorithm.kl.beta,
+            entropy_beta=spec.algorithm.entropy_beta,
+        )
+        self._steps: list[list[MicroBatch]] = []
+        self._manifest: Manifest | None = None
+
+    # ---- a rollout batch --------------------------------------------------------------------------------------------
+
+    def prepare(self, batch: RolloutBatch) -> PrepareReport:
+        """Makes the batch ready to train, in the packing it will be trained in.
+
+        ``old_logp`` is computed only where the batch gets more than one optimizer step; else it is ``logp.detach()`` of that step:
+        the ratio is exactly 1 and no forward is spent. With fewer groups than ``num_mini_batches`` there are fewer optimizer
+        steps, with no trainable sample none.
+        """
+        spec = self.spec
+        samples, counts = make_samples(
+            batch.groups,
+            batch.version,
+            partial(resolve_function(spec.advantage.name, ADVANTAGES, "advantage"), **spec.advantage.params),
+            partial(
+                sample_weights,
+                resolve_function(spec.weighting.name, WEIGHTINGS, "weighting"),
+                params=spec.weighting.params,
+            ),
+            mask_truncated=spec.algorithm.mask_truncated,
+        )
+        plan = Plan(
+            num_mini_batches=spec.batch.num_mini_batches,
+            tokens_per_micro_batch=spec.batch.tokens_per_micro_batch,
+            aggregation=spec.algorithm.aggregation,
+            max_response_tokens=spec.max_response_tokens,
+            rank=self.rank,
+            world_size=self.world_size,
+            device=self.engine.device,
+        )
+        self._steps = plan_optimizer_steps(samples, plan, (spec.seed, batch.step))
+        micro_batches = [micro for step in self._steps for micro in step]
+        with torch.no_grad():
+            for micro in micro_batches:
+                if len(self._steps) * spec.batch.num_passes > 1:
+                    micro.old_logp = self._forward(micro).logp
+                if self._reference is not None:
+                    micro.ref_logp = self._reference(micro.input_ids, micro.positions, micro.targets, spec.temperature).logp
+        num_tokens = sum(micro.num_tokens for micro in micro_batches)
+        num_padded = sum(micro.input_ids.numel() for micro in micro_batches)
+        metrics = {
+            "batch/num_samples": counts.num_samples,
+            "batch/num_invalid": counts.num_invalid,
+            "batch/num_truncated": counts.num_truncated,
+            "batch/num_empty": counts.num_empty,
+            "batch/num_loss_tokens": sum(len(sample.roll_logp) for sample in samples),
+            "batch/num_mini_batches": len(self._steps),
+            "batch/num_micro_batches": len(micro_batches),
+            "batch/padding_frac": 1 - num_tokens / num_padded if num_padded else 0.0,
+            "eff/sample_frac": _share(sum(s.advantage != 0 for s in samples), sum(len(g.scores) for g in batch.groups)),
+        }
+        return PrepareReport({name: float(value) for name, value in metrics.items()}, counts.num_samples, len(self._steps))
+
+    def train(self) -> TrainReport:
+        """The optimizer steps of the prepared batch, which is used up; every pass goes over the same mini-batches in order.
+
+        Raises NonFiniteError after more than ``learner.max_skipped_steps`` steps in a row that were not finite.
+        """
+        steps, self._steps = self._steps, []
+        sums = MetricSums({}, {})
+        results: list[StepResult] = []
+        for number_of_pass in range(self.spec.batch.num_passes):
+            for micro_batches in steps:
+                loss = 0.0
+                for place, micro in enumerate(micro_batches):
+                    more, added = self._accumulate(micro, last=place == len(micro_batches) - 1, first_pass=number_of_pass == 0)
+                    sums += more
+                    loss += added
+                sums += MetricSums({"update/loss": (loss, 1 / self.world_size)}, {})
+                results.append(self.engine.step())
+                self._check_streak()
+        metrics = self._over_ranks(sums).values()
+        if results:
+            norms = [result.grad_norm for result in results if not result.skipped]
+            metrics["update/learning_rate"] = results[-1].learning_rate
+            metrics["update/skipped_nonfinite"] = float(len(results) - len(norms))
+            if norms:
+                metrics["update/grad_norm"] = sum(norms) / len(norms)
+        return TrainReport(metrics, len(results), sum(result.skipped for result in results))
+
+    def _forward(self, micro: MicroBatch) -> HeadOutput:
+        output: HeadOutput = self.engine.forward(micro.input_ids, micro.positions, micro.targets, self.spec.temperature)
+        return output
+
+    def _accumulate(self, micro: MicroBatch, *, last: bool, first_pass: bool) -> tuple[MetricSums, float]:
+        """One forward and backward; metrics, and this micro-batch's part of the step's loss."""
+        out = self._forward(micro)
+        if micro.num_tokens == 0:
+            self.engine.backward(0.0 * (out.logp.sum() + out.entropy.sum()), last=last)
+            return MetricSums({}, {}), 0.0
+        tokens = _loss_tokens(micro, out)
+        credit = self._credit(tokens)
+        self.engine.backward((credit.logp * out.logp).sum() + (credit.entropy * out.entropy).sum(), last=last)
+        return (credit.sums + _mismatch(micro, tokens) if first_pass else credit.sums), float(credit.loss)
+
+    def _check_streak(self) -> None:
+        streak, limit = self.engine.num_skipped_in_a_row, self.spec.learner.max_skipped_steps
+        if streak > limit:
+            raise NonFiniteError(
+                f"{streak} optimizer steps in a row had a gradient that is not finite (learner.max_skipped_steps={limit}); "
+                "the weights are those of the last good step: lower learner.optimizer.learning_rate or max_grad_norm"
+            )
+
+    def _over_ranks(self, sums: MetricSums) -> MetricSums:
+        if self.world_size == 1:
+            return sums
+        parts: list[MetricSums] = [sums] * self.world_size
+        torch.distributed.all_gather_object(parts, sums)
+        return sum(parts[1:], parts[0])
+
+    # ---- its weights ------------------------------------------------------------------------------------------------
+
+    def score_tokens(self, rows: Sequence[NDArray[np.int32]], temperature: float) -> list[NDArray[np.float32]]:
+        """Teacher-forced log-probabilities of rows of at least two tokens: [n - 1] each, the first belongs to the second token."""
+        scores: dict[int, NDArray[np.float32]] = {}
+        with torch.no_grad():
+            for numbers in fill_micro_batches([len(row) for row in rows], self.spec.batch.tokens_per_micro_batch):
+                packed = pack_rows([Row(rows[i], np.arange(len(rows[i])) > 0) for i in numbers])
+                logp: Tensor = self.engine.forward(*packed_tensors(packed, self.engine.device), temperature).logp
+                ends = np.cumsum([len(rows[i]) - 1 for i in numbers])[:-1]
+                scores |= dict(zip(numbers, np.split(logp.cpu().numpy(), ends), strict=True))
+        return [scores[i] for i in range(len(rows))]
+
+    def buckets(self, generation: int) -> Iterator[Bucket]:
+        """The weights under checkpoint names, in compute precision. Only rank 0 yields; the others take part in the gathers."""
+        self._manifest = None
+        bucket_bytes = self.spec.learner.bucket_mib * 2**20
+        self._manifest = yield from gather_buckets(self.model, self.engine.gathered, generation, bucket_bytes, rank=self.rank)
+
+    def manifest(self) -> Manifest:
+        """What the last ``buckets`` consisted of. Raises RuntimeError while they were not read to the end."""
+        if self._manifest is None:
+            raise RuntimeError("there is no manifest before the last bucket has been read")
+        return self._manifest
+
+    def save(self, folder: str | Path) -> None:
+        """Writes weights, optimizer moments, schedule and counters, each rank its share."""
+        self.engine.save(Path(folder))
+
+    def load(self, folder: str | Path) -> None:
+        """Goes on exactly where ``save`` was called. Raises FileNotFoundError where there is nothing to restore."""
+        self.engine.load(Path(folder))
+
+    def export(self, folder: str | Path) -> None:
+        """Writes a model folder with tokenizer, as vLLM and transformers read it."""
+        state = whole_state(self.model, self.engine.gathered, rank=self.rank)
+        if self.rank == 0:
+            self.model.hf.save_pretrained(folder, state_dict=state)
+            load_tokenizer(self.spec.model_path, self.spec.model.trust_remote_code).save_pretrained(folder)
+
+
+def _loss_tokens(micro: MicroBatch, out: HeadOutput) -> LossTokens:
+    logp = out.logp.detach()
+    ones = torch.ones_like(logp)
+    return LossTokens(
+        logp=logp,
+        entropy=out.entropy.detach(),
+        old_logp=logp if micro.old_logp is None else micro.old_logp,
+        roll_logp=micro.roll_logp,
+        ref_logp=micro.ref_logp,
+        advantage=micro.advantage,
+        sample_weight=micro.sample_weight,
+        token_weight=ones,
+        correction=ones,
+        policy_denominator=micro.policy_denominator,
+        kl_denominator=micro.policy_denominator,
+        kl_mask=ones,
+        response=micro.response,
+    )
+
+
+def _mismatch(micro: MicroBatch, tokens: LossTokens) -> MetricSums:
+    """Engine and learner apart: of the same version it is numerics, of an older one lag, of mixed tokens stale keys and values."""
+    difference = (tokens.old_logp - tokens.roll_logp).abs()
+    return collect_sums({f"mismatch/{gap.name.lower()}": (difference, micro.gap == gap) for gap in Gap}, {})
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,196 @@
+"""From scored groups to what training runs on: samples with advantage and weight, and micro-batches of tensors.
+
+    groups --make_samples--> samples --plan_optimizer_steps--> optimizer steps of micro-batches
+
+Pure but for the device the tensors land on. Every rank does it for the whole rollout batch and keeps its own micro-batches, so
+statistics, weights and denominators are global without a word between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from math import isfinite
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from configs.schema import Aggregation
+from learner.advantages import Samples
+from learner.aggregation import StepCounts, denominators
+from learner.batching import PackedRows, Row, cut_mini_batches, pack_rows, plan_micro_batches
+from rollout.records import Completion, Finish, Score, ScoredGroup, Status
+
+
+class Gap(IntEnum):
+    """How a token's weights stand to the learner's."""
+
+    SAME_VERSION = 0
+    OLDER_VERSION = 1
+    MIXED = 2  # new weights over older keys and values
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One completion that is trained on. The arrays have one entry a loss token."""
+
+    group: int  # place of its group in the rollout batch
+    row: Row
+    roll_logp: NDArray[np.float32]
+    gap: NDArray[np.int64]  # Gap
+    advantage: float
+    weight: float  # mean 1 over the valid samples of the rollout batch
+
+
+@dataclass(slots=True, eq=False)
+class MicroBatch:
+    """Tensors of one forward and backward; [T] means one entry a loss token. ``old_logp`` and ``ref_logp`` are what *prepare* adds."""
+
+    input_ids: Tensor  # int64 [rows, width]
+    positions: Tensor  # int64 [T], see PackedRows
+    targets: Tensor  # int64 [T]
+    response: Tensor  # int64 [T]
+    advantage: Tensor  # float32 [T], as are the four below
+    sample_weight: Tensor
+    roll_logp: Tensor
+    policy_denominator: Tensor
+    old_logp: Tensor | None
+    ref_logp: Tensor | None
+    gap: Tensor  # int64 [T], Gap
+    num_tokens: int  # without padding; 0 makes it a padding micro-batch, whose credit is 0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCounts:
+    """What became of the completions of a rollout batch."""
+
+    num_samples: int  # trained on
+    num_invalid: int  # the verifier gave no value
+    num_truncated: int  # left out because they hit the token limit
+    num_empty: int  # without a loss token
+
+
+def make_samples(
+    groups: Sequence[ScoredGroup],
+    version: int,
+    advantage: Callable[[Samples], Tensor],
+    weight: Callable[[Samples, Tensor], Tensor],
+    *,
+    mask_truncated: bool,
+) -> tuple[list[Sample], BatchCounts]:
+    """Samples of a rollout batch in its order, with their advantages and sample weights.
+
+    A completion without a valid score is in no statistic, loss or denominator. One that is left out for being truncated, or has no
+    loss token, still counts in its group's statistics: what its reward says of the others is true.
+    """
+    members = [
+        (place, group, completion, score)
+        for place, group in enumerate(groups)
+        for completion, score in zip(group.group.completions, group.scores, strict=True)
+    ]
+    table = Samples(
+        values=torch.tensor([score.value if _is_valid(score) else 0.0 for *_, score in members], dtype=torch.float64),
+        group=torch.tensor([place for place, *_ in members], dtype=torch.int64),
+        valid=torch.tensor([_is_valid(score) for *_, score in members], dtype=torch.bool),
+    )
+    advantages = advantage(table)
+    weights = weight(table, advantages)
+    samples: list[Sample] = []
+    num_invalid = num_truncated = num_empty = 0
+    for (place, group, completion, score), a, w in zip(members, advantages.tolist(), weights.tolist(), strict=True):
+        if not _is_valid(score):
+            num_invalid += 1
+        elif mask_truncated and completion.finish is Finish.LENGTH:
+            num_truncated += 1
+        elif not completion.loss_mask.any():
+            num_empty += 1
+        else:
+            samples.append(_sample(place, group.group.prompt_token_ids, completion, version, a, w))
+    return samples, BatchCounts(len(samples), num_invalid, num_truncated, num_empty)
+
+
+def _is_valid(score: Score) -> bool:
+    return score.status is Status.OK and score.value is not None and isfinite(score.value)
+
+
+def _sample(
+    group: int, prompt: NDArray[np.int32], completion: Completion, version: int, advantage: float, weight: float
+) -> Sample:
+    mask = completion.loss_mask
+    gap = np.where(completion.versions < version, Gap.OLDER_VERSION, Gap.SAME_VERSION)
+    return Sample(
+        group=group,
+        row=Row(
+            token_ids=np.concatenate([prompt, completion.token_ids]),
+            scored=np.concatenate([np.zeros(len(prompt), dtype=np.bool_), mask]),
+        ),
+        roll_logp=completion.roll_logp[mask],
+        gap=np.where(completion.mixed, Gap.MIXED, gap)[mask],
+        advantage=advantage,
+        weight=weight,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a rollout batch is cut, dealt and aggregated."""
+
+    num_mini_batches: int
+    tokens_per_micro_batch: int
+    aggregation: Aggregation
+    max_response_tokens: int
+    rank: int
+    world_size: int
+    device: torch.device
+
+
+def plan_optimizer_steps(samples: Sequence[Sample], plan: Plan, seed: Sequence[int]) -> list[list[MicroBatch]]:
+    """For each optimizer step of one pass, this rank's micro-batches. Groups without a sample are not counted as groups."""
+    by_group: dict[int, list[Sample]] = {}
+    for sample in samples:
+        by_group.setdefault(sample.group, []).append(sample)
+    groups = list(by_group.values())
+    steps = []
+    for places in cut_mini_batches(len(groups), plan.num_mini_batches, seed):
+        mine = [sample for place in places for sample in groups[place]]
+        counts = StepCounts(sum(len(s.roll_logp) for s in mine), len(mine))
+        lengths = [len(s.row.token_ids) for s in mine]
+        batches = plan_micro_batches(lengths, plan.world_size, plan.tokens_per_micro_batch)[plan.rank]
+        steps.append([_micro_batch([mine[i] for i in batch], plan, counts) for batch in batches])
+    return steps
+
+
+def packed_tensors(packed: PackedRows, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Input ids, positions and targets, as the policy module takes them."""
+    return tuple(torch.from_numpy(array).to(device) for array in (packed.input_ids, packed.positions, packed.targets))
+
+
+def _micro_batch(samples: Sequence[Sample], plan: Plan, counts: StepCounts) -> MicroBatch:
+    packed = pack_rows([sample.row for sample in samples])
+    input_ids, positions, targets = packed_tensors(packed, plan.device)
+    response = torch.from_numpy(packed.responses).to(plan.device)
+
+    def spread(values: Sequence[float] | Tensor) -> Tensor:
+        """One value a response, at each of its loss tokens."""
+        return torch.as_tensor(values if samples else [1.0], dtype=torch.float32, device=plan.device)[response]
+
+    lengths = torch.tensor([len(sample.roll_logp) for sample in samples])
+    roll_logp = np.concatenate([s.roll_logp for s in samples]) if samples else np.zeros(1, dtype=np.float32)
+    gap = np.concatenate([s.gap for s in samples]) if samples else np.zeros(1, dtype=np.int64)
+    return MicroBatch(
+        input_ids=input_ids,
+        positions=positions,
+        targets=targets,
+        response=response,
+        advantage=spread([sample.advantage for sample in samples]),
+        sample_weight=spread([sample.weight for sample in samples]),
+        roll_logp=torch.from_numpy(roll_logp).to(plan.device),
+        policy_denominator=spread(denominators(plan.aggregation, lengths, counts, plan.max_response_tokens)),
+        old_logp=None,
+        ref_logp=None,
+        gap=torch.from_numpy(gap).to(plan.device),
+        num_tokens=packed.num_tokens,
+    )
