@@ -1,6 +1,5 @@
-"""The images cannot be built where the tests run; what can be known without an engine is checked here."""
+"""The images cannot be built where the tests run. `make check` lints them; what they promise the rest of the project is checked here."""
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,15 +10,6 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILES = sorted((ROOT / "docker").glob("Dockerfile.*"))
-
-
-@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_dockerfile_passes_hadolint(path: Path) -> None:
-    hadolint = shutil.which("hadolint", path=str(Path(sys.executable).parent))
-    if hadolint is None:
-        pytest.skip("hadolint is installed on Linux x86-64 only")
-    done = subprocess.run([hadolint, str(path)], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stdout
 
 
 def instructions(path: Path) -> list[tuple[str, str]]:
