@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import math
+import re
 import sys
 import traceback
 import types
@@ -104,7 +105,8 @@ def _check_type(hint: Any, value: Any, key: str) -> None:
             return
         if choice is not type(None):
             words.append(" or ".join(map(repr, get_args(choice))) if get_origin(choice) is Literal else _KINDS[choice])
-    unquote = "; write it without quotes" if isinstance(value, str) and str not in choices else ""
+    quoted = isinstance(value, str) and re.fullmatch(r"[-+\d.eE]+|true|false", value) and str not in choices
+    unquote = "; write it without quotes" if quoted else ""
     raise ConfigError(f"{key}: {value!r} is not {' or '.join(words)}{unquote}")
 
 

@@ -1,7 +1,7 @@
 """Checks of values and across keys. They only raise, naming the keys and a value that works; nothing is changed here.
 
 What needs the learner's functions (their parameters, whether an algorithm uses the ratio) is checked one stage later, in
-``orchestrator.choices``: this package imports nothing above it.
+orchestrator/choices.py: this package imports nothing above it.
 """
 
 from __future__ import annotations
