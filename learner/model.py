@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+from configs.errors import InputError
 from configs.schema import ModelConfig
 from learner.head import HeadOutput, TokenLogpHead
 
@@ -30,7 +31,7 @@ _LOGIT_CHANGES = {
 }
 
 
-class ModelError(ValueError):
+class ModelError(InputError):
     """A model that cannot be trained here; the message says why and what would work."""
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from configs.errors import did_you_mean
+from configs.errors import InputError, did_you_mean
 from configs.functions import check_params
 from configs.schema import SourceConfig, SourceKind
 
@@ -35,7 +35,7 @@ KEYS_OF = {
 }
 
 
-class DataError(ValueError):
+class DataError(InputError):
     """Prompt data that cannot be used. The message names the file and line, or the key, and what would work."""
 
 
