@@ -9,6 +9,8 @@ from pathlib import Path
 
 from configs.schema import Config, SourceKind
 
+BUILT_IN = ("embedded", "smollm2-135m")  # values of model.path that name a model made here
+
 
 def make_absolute(config: Config) -> None:
     """Replace every relative path in ``config`` by its absolute form, in place. Names of models and data sets that are no folder
@@ -34,7 +36,7 @@ def _path(path: str | None) -> str | None:
 
 def _path_or_name(path: str) -> str:
     folder = Path(path).expanduser()
-    return str(folder.absolute()) if folder.exists() and path != "embedded" else path
+    return str(folder.absolute()) if folder.exists() and path not in BUILT_IN else path
 
 
 def _function(name: str) -> str:

@@ -13,9 +13,9 @@ from typing import Any
 
 from configs.build import schema_keys
 from configs.errors import ConfigError, did_you_mean
+from configs.paths import BUILT_IN
 from configs.schema import Config, Dtype, KlKind, Placement, Reference, SourceKind
 
-EMBEDDED = "embedded"
 GROUP_RELATIVE = {"grpo"}  # advantages that compare the members of a group
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -185,9 +185,9 @@ def _check_learner(config: Config) -> None:
 
 def _check_model(config: Config) -> None:
     model, embedded = config.model, config.model.embedded
-    if model.path != EMBEDDED:
+    if model.path not in BUILT_IN:
         _check_model_path("model.path", model.path, hub=True)
-    elif embedded.hidden_size % embedded.num_heads or embedded.num_heads % embedded.num_kv_heads:
+    if embedded.hidden_size % embedded.num_heads or embedded.num_heads % embedded.num_kv_heads:
         raise ConfigError(
             f"model.embedded: hidden_size={embedded.hidden_size} must be divisible by num_heads={embedded.num_heads}, and that by "
             f"num_kv_heads={embedded.num_kv_heads}; 128, 4 and 2 work"
