@@ -6,6 +6,7 @@ denominator. So accumulation is told to be 1, the boundary is set by hand, and `
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -20,6 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from configs.schema import Dtype, LearnerConfig, Optimizer, OptimizerConfig, Schedule
+
+_STATE_FILE = "learner.json"
+_COUNTERS = ("num_steps", "num_skipped", "num_skipped_in_a_row")
 
 
 def grad_scale(world_size: int) -> float:
@@ -73,6 +77,7 @@ class DeepSpeedEngine:
     def __init__(self, module: nn.Module, config: LearnerConfig, dtype: Dtype, *, world_size: int, total_steps: int):
         check_precision(dtype, config.zero_stage)
         self._config = config
+        self._dtype = dtype
         self._total_steps = total_steps
         self.world_size = world_size
         self.num_steps = 0
@@ -148,15 +153,31 @@ class DeepSpeedEngine:
 
     def save(self, folder: Path) -> None:
         """Writes weights, optimizer states and counters, each rank its share. All ranks call it."""
-        counters = (self.num_steps, self.num_skipped, self.num_skipped_in_a_row)
-        self._engine.save_checkpoint(str(folder), tag="engine", client_state={"counters": counters}, save_latest=False)
+        self._engine.save_checkpoint(str(folder), tag="engine", save_latest=False)
+        if torch.distributed.get_rank() == 0:
+            counters = {name: getattr(self, name) for name in _COUNTERS}
+            (folder / _STATE_FILE).write_text(json.dumps(counters | self._layout()) + "\n")
 
     def load(self, folder: Path) -> None:
-        """Restores what ``save`` wrote. Raises FileNotFoundError where there is nothing to restore."""
-        path, state = self._engine.load_checkpoint(str(folder), tag="engine", load_lr_scheduler_states=False)
-        if path is None:
-            raise FileNotFoundError(f"{folder} holds no engine state of this number of ranks and ZeRO stage")
-        self.num_steps, self.num_skipped, self.num_skipped_in_a_row = state["counters"]
+        """Restores what ``save`` wrote. Raises FileNotFoundError where there is nothing to restore, ValueError where what is there
+        was written with another number of ranks, ZeRO stage or precision."""
+        if not (folder / _STATE_FILE).is_file():
+            raise FileNotFoundError(f"{folder} holds no learner state: {_STATE_FILE} is missing")
+        state = json.loads((folder / _STATE_FILE).read_text())
+        for key, value in self._layout().items():
+            if state[key] != value:
+                raise ValueError(f"{folder} was written with {key}={state[key]}, this run has {value}: resume with the former")
+        self._engine.load_checkpoint(str(folder), tag="engine", load_lr_scheduler_states=False)
+        for name in _COUNTERS:
+            setattr(self, name, state[name])
+
+    def _layout(self) -> dict[str, Any]:
+        return {
+            "learner.num_ranks": self.world_size,
+            "learner.zero_stage": self._config.zero_stage,
+            "model.dtype": self._dtype.value,
+            "learner.optimizer.name": self._config.optimizer.name.value,
+        }
 
 
 def _join_process_group() -> None:

@@ -256,7 +256,8 @@ class Learner:
         self.engine.save(Path(folder))
 
     def load(self, folder: str | Path) -> None:
-        """Goes on exactly where ``save`` was called. Raises FileNotFoundError where there is nothing to restore."""
+        """Goes on exactly where ``save`` was called. Raises FileNotFoundError where there is nothing to restore, ValueError for the
+        state of another number of ranks, ZeRO stage, precision or optimizer."""
         self.engine.load(Path(folder))
 
     def export(self, folder: str | Path) -> None:
