@@ -1,12 +1,32 @@
-"""Shared by the tests of the credit functions: loss tokens with every field at its neutral value, and the numeric cases."""
+"""Shared by the tests of the learner's parts.
+
+For the credit functions: loss tokens with every field at its neutral value, and the numeric cases. For the learner itself: tiny
+models on disk, made-up rollout batches, and learners over them; several DeepSpeed engines live in one process, one after another.
+"""
 
 import json
+import os
+from dataclasses import dataclass
 from pathlib import Path
 
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before DeepSpeed is imported
+
+import numpy as np
 import pytest
 import torch
 
+from configs.schema import (
+    Aggregation,
+    AlgorithmConfig,
+    BatchConfig,
+    Choice,
+    LearnerConfig,
+    ModelConfig,
+    Optimizer,
+    OptimizerConfig,
+)
 from learner.loss_tokens import LossTokens
+from rollout.records import Completion, Finish, Group, Outcome, Purpose, Score, ScoredGroup, Status, Visit
 
 NUMERIC = Path(__file__).parents[1] / "cases" / "numeric.jsonl"
 
@@ -44,3 +64,168 @@ def make_tokens():
 def numeric_cases():
     """The lines of cases/numeric.jsonl by id."""
     return {case["id"]: case for case in map(json.loads, NUMERIC.read_text().splitlines())}
+
+
+# ---- the learner itself ---------------------------------------------------------------------------------------------
+
+SHAPE = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,  # far from uniform, so that a wrong token shows
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory) -> dict[str, str]:
+    """Folders of a tied Llama, an untied Qwen3 and a GPT-2 (learned positions, dropout), random, with a character tokenizer."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    from rollout.tokenizer import character_tokenizer
+
+    torch.manual_seed(0)
+    gpt2 = GPT2Config(vocab_size=128, n_positions=64, n_embd=32, n_layer=2, n_head=2, initializer_range=0.2)
+    models = {
+        "llama": LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)),
+        "qwen3": Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=False)),
+        "gpt2": GPT2LMHeadModel(gpt2),
+    }
+    root = tmp_path_factory.mktemp("models")
+    for name, model in models.items():
+        model.save_pretrained(root / name)
+        character_tokenizer().save_pretrained(root / name)
+    return {name: str(root / name) for name in models}
+
+
+@dataclass
+class Rollouts:
+    """Makes groups of random tokens. Every group of one generator is another."""
+
+    rng: np.random.Generator
+
+    def completion(self, index: int, length: int, *, finish=Finish.STOP, versions=None, mixed=None, roll_logp=None) -> Completion:
+        return Completion(
+            index=index,
+            token_ids=self.rng.integers(4, 128, length, dtype=np.int32),
+            roll_logp=np.full(length, -4.0, dtype=np.float32) if roll_logp is None else roll_logp,
+            loss_mask=np.ones(length, dtype=bool),
+            versions=np.zeros(length, dtype=np.int32) if versions is None else versions,
+            mixed=np.zeros(length, dtype=bool) if mixed is None else mixed,
+            text="",
+            finish=finish,
+        )
+
+    def group(self, values, lengths=None, prompt_length=None) -> ScoredGroup:
+        """One member a value; None is a verifier that failed."""
+        lengths = self.rng.integers(1, 9, len(values)).tolist() if lengths is None else lengths
+        prompt = self.rng.integers(4, 128, prompt_length or int(self.rng.integers(2, 6)), dtype=np.int32)
+        completions = tuple(self.completion(i, n) for i, n in enumerate(lengths))
+        visit = Visit(f"p{self.rng.integers(1 << 40)}", 0, Purpose.TRAIN)
+        return ScoredGroup(Group(visit, prompt, completions, "w0", 0.0), tuple(map(score, values)))
+
+
+def score(value) -> Score:
+    status = Status.ERROR if value is None else Status.OK
+    return Score(status, Outcome.NONE, value, value, {}, None, 0.0, "")
+
+
+@pytest.fixture
+def rollouts() -> Rollouts:
+    return Rollouts(np.random.default_rng(7))
+
+
+@pytest.fixture
+def make_learner(tiny_models):
+    """A learner from the few settings that a test cares about; SGD and one optimizer step unless it says otherwise."""
+    from learner.learner import Learner, LearnerSpec
+
+    def make(model="qwen3", **settings) -> Learner:
+        get = settings.pop
+        spec = LearnerSpec(
+            model=ModelConfig(path=tiny_models[model], dtype=get("dtype", ModelConfig().dtype)),
+            learner=LearnerConfig(
+                zero_stage=get("zero_stage", 0),
+                head_chunk_rows=16,
+                max_skipped_steps=get("max_skipped_steps", 3),
+                reference=get("reference", LearnerConfig().reference),
+                gradient_checkpointing=get("gradient_checkpointing", False),
+                optimizer=OptimizerConfig(
+                    name=get("optimizer", Optimizer.sgd),
+                    learning_rate=get("learning_rate", 0.1),
+                    max_grad_norm=get("max_grad_norm", 0.0),
+                    schedule=get("schedule", OptimizerConfig().schedule),
+                    warmup_steps=get("warmup_steps", 0),
+                ),
+            ),
+            batch=BatchConfig(
+                num_mini_batches=get("num_mini_batches", 1),
+                num_passes=get("num_passes", 1),
+                tokens_per_micro_batch=get("tokens_per_micro_batch", 64),
+            ),
+            algorithm=AlgorithmConfig(
+                name=get("algorithm", "grpo"),
+                params=get("algorithm_params", {}),
+                aggregation=get("aggregation", Aggregation.seq_mean_token_mean),
+                entropy_beta=get("entropy_beta", 0.0),
+                mask_truncated=get("mask_truncated", False),
+                kl=get("kl", AlgorithmConfig().kl),
+            ),
+            advantage=Choice(name="grpo"),
+            weighting=Choice(name="none"),
+            correction=Choice(name="none"),
+            model_path=tiny_models[model],
+            temperature=get("temperature", 1.0),
+            seed=get("seed", 0),
+            total_optimizer_steps=get("total_optimizer_steps", 10),
+            max_response_tokens=8,
+        )
+        assert not settings, settings
+        return Learner(spec, 0, 1)
+
+    return make
+
+
+@pytest.fixture
+def batch_of():
+    from learner.learner import RolloutBatch
+
+    return lambda *groups, step=0, version=0: RolloutBatch(step, version, tuple(groups))
+
+
+@pytest.fixture
+def raw_gradients():
+    """Gradients of a prepared learner's optimizer steps, before clipping, by state-dict name, as each step was about to be taken."""
+
+    def collect(learner) -> list[dict]:
+        taken = []
+        step = learner.engine.step
+
+        def spy():
+            taken.append(learner.engine.raw_gradients(list(learner.model.hf.named_parameters())))
+            return step()
+
+        learner.engine.step = spy
+        try:
+            learner.train()
+        finally:
+            learner.engine.step = step
+        return taken
+
+    return collect
+
+
+@pytest.fixture
+def weights_of():
+    """Copies of a learner's weights by state-dict name, whole under any ZeRO stage."""
+
+    def copy(learner) -> dict:
+        named = dict(learner.model.hf.named_parameters())
+        with learner.engine.gathered(list(named.values())):
+            return {name: p.detach().clone() for name, p in named.items()}
+
+    return copy

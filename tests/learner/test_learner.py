@@ -69,7 +69,7 @@ class Plain:
         taken = {name: p.grad.clone() for name, p in self.policy.named_parameters()}
         with torch.no_grad():
             for p in self.policy.parameters():
-                p -= LR * p.grad
+                p.sub_(LR * p.grad)
         return taken
 
 
@@ -355,7 +355,7 @@ def test_b93_a_streak_of_nan_steps_stops_the_run_with_good_weights(make_learner,
         learner.prepare(batch_of(rollouts.group([1, 0])))
         assert learner.train().num_skipped == 1
     learner.prepare(batch_of(rollouts.group([1, 0])))
-    with pytest.raises(NonFiniteError, match="3 optimizer steps in a row.*max_skipped_steps=2"):
+    with pytest.raises(NonFiniteError, match=r"3 optimizer steps in a row.*max_skipped_steps=2"):
         learner.train()
     assert all(torch.equal(good[name], now) for name, now in weights_of(learner).items())
     assert all(w.isfinite().all() for w in good.values())
