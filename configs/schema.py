@@ -128,17 +128,21 @@ class Console(Enum):
 class EmbeddedModel:
     """The tiny model that `limen build-model` makes: a Qwen3 architecture with a character tokenizer."""
 
-    hidden_size: int = knob(128, "width of the model")
-    num_layers: int = knob(4, "transformer layers")
-    num_heads: int = knob(4, "attention heads")
-    num_kv_heads: int = knob(2, "key and value heads")
-    intermediate_size: int = knob(384, "width of the feed-forward layers")
+    hidden_size: int = knob(96, "width of the model")
+    num_layers: int = knob(3, "transformer layers")
+    num_heads: int = knob(3, "attention heads")
+    num_kv_heads: int = knob(3, "key and value heads")
+    intermediate_size: int = knob(256, "width of the feed-forward layers")
     tie_word_embeddings: bool = knob(True, "whether the output head is the input embedding")
-    steps: int = knob(400, "supervised warm-up steps; 0 leaves the model random")
-    batch_size: int = knob(256, "examples a warm-up step")
+    steps: int = knob(1000, "supervised warm-up steps; 0 leaves the model random")
+    batch_size: int = knob(64, "examples a warm-up step")
     learning_rate: float = knob(3.0e-3, "peak learning rate of the warm-up (AdamW, cosine to a tenth)")
     max_digits: int = knob(3, "additions of 1 to this many digits")
-    digit_weights: list[float] = knob([1.0, 1.0, 1.0], "how often each number of digits is drawn in the warm-up")
+    digit_weights: list[float] = knob([1.0, 4.0, 2.0], "how often each number of digits is drawn in the warm-up")
+    noise: list[float] = knob(
+        [0.0, 0.5, 0.0], "share of each number of digits that gets a random answer at the end of the warm-up"
+    )
+    noise_from: float = knob(0.85, "share of the warm-up after which that noise begins")
     seed: int = knob(0, "of the initial weights and of the warm-up's examples")
 
 
@@ -297,7 +301,9 @@ class RewardConfig:
     parts: dict[str, RewardPart] = knob({}, "reward parts by name; the value that trains is their weighted sum")
     num_workers: int = knob(1, "verifier processes a node")
     timeout_s: float = knob(10.0, "deadline of one completion; the clock starts when work on it starts")
-    memory_gib: float | None = knob(None, "address space of one verifier process, in GiB; what asks for more fails; without one, no limit")
+    memory_gib: float | None = knob(
+        None, "address space of one verifier process, in GiB; what asks for more fails; without one, no limit"
+    )
     max_failed_share: float = knob(0.5, "share of a step's completions whose verifier may fail before the run stops")
 
 

@@ -1,0 +1,123 @@
+"""Every combination that cannot run is refused with both keys, and the value that the message proposes does run."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from configs import validate
+from configs.build import schema_keys, to_plain
+from configs.compose import ConfigError, load_config
+from configs.schema import Config
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def error_of(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides)
+    return str(caught.value)
+
+
+# What is wrong: (words of the message, overrides that follow its advice).
+COMBINATIONS = {
+    ("batch.groups_per_step=50",): (
+        "batch.num_mini_batches=4",
+        [["batch.groups_per_step=48"], ["batch.groups_per_step=52"], ["batch.num_mini_batches=2"]],
+    ),
+    ("batch.groups_per_step=3",): ("batch.num_mini_batches=4", [["batch.groups_per_step=4"], ["batch.num_mini_batches=3"]]),
+    ("batch.group_size=1",): ("advantage=grpo", [["batch.group_size=2"]]),
+    ("model.dtype=bfloat16",): ("learner.zero_stage=0", [["learner.zero_stage=1"]]),
+    ("learner.reference=off",): ("algorithm.kl.kind=k3", [["learner.reference=frozen"], ["algorithm.kl.kind=off"]]),
+    ("algorithm.kl.beta=0",): ("algorithm.kl.kind=k3", [["algorithm.kl.beta=0.001"], ["algorithm.kl.kind=off"]]),
+    ("data.num_epochs=2",): ("steps=400", [["steps=null"]]),
+    ("steps=null",): ("data.num_epochs", [["steps=400"], ["data.num_epochs=1"]]),
+    ("learner.optimizer.warmup_steps=10", "learner.optimizer.warmup_ratio=0.1"): (
+        "learner.optimizer.warmup_ratio=0.1",
+        [["learner.optimizer.warmup_steps=0"], ["learner.optimizer.warmup_ratio=0"]],
+    ),
+    ("rollout.max_lag=1", "cluster.placement=colocated"): (
+        "cluster.placement",
+        [["rollout.max_lag=0"], ["cluster.placement=split"]],
+    ),
+    ("rollout.max_model_tokens=37",): ("data.max_prompt_tokens=32 + rollout.max_new_tokens=6", [["rollout.max_model_tokens=38"]]),
+    ("rollout.max_visits_per_step=63",): ("batch.groups_per_step=64", [["rollout.max_visits_per_step=64"]]),
+    ("model.embedded.num_heads=5",): ("num_kv_heads=2", [["model.embedded.num_heads=4"]]),
+    ("model.embedded.max_digits=2",): ("model.embedded.digit_weights", [["model.embedded.digit_weights=[1.0, 1.0]"]]),
+    ("~data.sources.arithmetic",): ("data.sources", [["data=jsonl", "data.sources.main.path=pyproject.toml"]]),
+    ("~reward.parts.exact_integer",): ("reward.parts", [["reward.parts.mine.function=file.py:function"]]),
+    ("reward.parts.exact_integer.accuracy=false",): ("accuracy", [["reward.parts.exact_integer.accuracy=true"]]),
+    ("reward.parts.exact_integer.weight=0",): ("weight", [["reward.parts.exact_integer.weight=1"]]),
+    ("data.sources.arithmetic.reward=exact_intege",): ("'exact_integer'", [["data.sources.arithmetic.reward=exact_integer"]]),
+}
+
+
+@pytest.mark.parametrize("wrong", COMBINATIONS, ids=" ".join)
+def test_a_combination_is_refused_with_a_value_that_works(wrong: tuple[str, ...]):
+    words, cures = COMBINATIONS[wrong]
+    message = error_of(*wrong)
+    assert words in message
+    assert "\n" not in message
+    for cure in cures:
+        keys = [o for o in wrong if not (o.startswith("~data") and "data=jsonl" in cure)]
+        load_config([*keys, *cure])  # as on a command line: what comes later wins
+
+
+def test_the_proposed_batch_is_in_the_message():
+    assert "batch.groups_per_step=48 or 52 works, or batch.num_mini_batches=2" in error_of("batch.groups_per_step=50")
+    assert "batch.groups_per_step=4 works, or batch.num_mini_batches=3" in error_of("batch.groups_per_step=3")
+
+
+@pytest.mark.parametrize(
+    ("override", "rest"),
+    [
+        ("rollout.temperature=0", "0.0 must be above 0"),
+        ("rollout.top_p=1.5", "1.5 must be above 0, at most 1"),
+        ("rollout.oversample=0.5", "0.5 must be 1 or more"),
+        ("batch.group_size=0", "0 must be 1 or more"),
+        ("learner.zero_stage=4", "4 must be 0 or more, at most 3"),
+        ("learner.optimizer.warmup_ratio=1.1", "1.1 must be 0 or more, at most 1"),
+        ("learner.optimizer.beta1=1", "1.0 must be 0 or more, at most 0.99999"),
+        ("deadlines.push_s=0", "0.0 must be above 0"),
+        ("evaluation.max_prompts_per_stratum=0", "0 must be 1 or more"),
+    ],
+)
+def test_bounds(override: str, rest: str):
+    assert error_of(override) == f"{override.split('=', maxsplit=1)[0]}: {rest}"
+
+
+def test_every_number_of_the_schema_is_bounded():
+    # These may be anything: a bonus may be a penalty, and so may a reward part.
+    free = {"algorithm.entropy_beta", "reward.parts.NAME.weight", "model.embedded.seed"}
+    numbers = {key for key, field in schema_keys(Config) if re.match(r"(int|float)\b", str(field.type))}
+    assert numbers - free == set(validate._BOUNDS)
+
+
+def test_every_key_of_the_schema_says_what_it_means():
+    for key, field in schema_keys(Config):
+        assert len(field.metadata.get("help", "")) > 2, key
+
+
+def test_files_must_exist_and_models_be_a_folder_or_a_hub_name(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    arguments = ["data=jsonl", f"data.sources.main.path={path}"]
+    assert error_of(*arguments) == f"data.sources.main.path: no file '{path}'"
+    path.touch()
+    load_config(arguments)
+    assert error_of(f"model.warm_start_file={tmp_path}/x").startswith("model.warm_start_file: no file")
+    for name in ("./model", "a/b/c", f"{tmp_path}/none", "two words"):
+        assert error_of(f"model.path={name}").startswith("model.path: ")
+    assert error_of("model.path='~/none'").startswith("model.path: '~/none' is not a folder")
+    for name in ("owner/model-1.5B", "gpt2", "smollm2-135m", str(tmp_path)):
+        assert load_config([f"model.path={name}"]).model.path == name
+    assert "is not a folder" in error_of("checkpoint_dir=owner/model")
+
+
+def test_nothing_is_changed_by_checking():
+    config = load_config([])
+    before = to_plain(config)
+    validate.check_values(config)
+    assert to_plain(config) == before
+    assert dataclasses.is_dataclass(config)
