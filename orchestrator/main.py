@@ -52,7 +52,7 @@ VERBS = {
     ),
     "sample": Verb(
         "completions of a checkpoint",
-        "Prints completions of `checkpoint_dir`, or of the base model without one.",
+        "Prints completions of `checkpoint_dir`, or of the base model without one, for `sample.prompts`, else for held-out prompts.",
         "orchestrator.commands:sample",
     ),
     "doctor": Verb(

@@ -1,0 +1,70 @@
+"""Chosen functions and their parameters are checked before Ray starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from configs.compose import ConfigError, load_config
+from orchestrator.choices import check_functions
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def check(*overrides: str) -> None:
+    check_functions(load_config(overrides))
+
+
+WRONG = {
+    "algorithm.name=aspoo": "algorithm.name: there is no 'aspoo'; there are aspo, grpo; your own is a dotted path or file.py:function; did you mean 'aspo'?",
+    "algorithm.params.eps_lo=1": "algorithm.params.eps_lo: aspo has no such parameter; it takes dual_c, eps_high, eps_low; did you mean 'eps_low'?",
+    'algorithm.params.eps_low="0.2"': "algorithm.params.eps_low: '0.2' is not a number; write it without quotes",
+    "algorithm.params.dual_c=0.5": "algorithm.params: dual_c must be above 1, got 0.5; 3 is usual",
+    "advantage.params.std_mode=x": "advantage.params.std_mode: 'x' is not 'unbiased' or 'population' or 'none'",
+    "selection.params.low=0.1": "selection.params.low: zero_variance has no such parameter; it takes none",
+    "weighting.name=magnitude": "weighting.name: there is no 'magnitude'; there are none;",
+    "correction.name=tis": "correction.name: there is no 'tis' yet; correction=none works",
+    "reward.parts.exact_integer.params.lst=true": "reward.parts.exact_integer.params.lst: exact_integer has no such parameter; it takes last; did you mean 'last'?",
+    "reward.parts.exact_integer.function=nowhere.py:f": "reward.parts.exact_integer.function: '{folder}/nowhere.py:f': no file '{folder}/nowhere.py'",
+}
+
+
+@pytest.mark.parametrize("override", WRONG)
+def test_a_wrong_choice_is_one_line(override: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        check(override)
+    assert str(caught.value).startswith(WRONG[override].format(folder=tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_users_reward_is_bound_as_the_pool_binds_it(tmp_path: Path):
+    path = tmp_path / "mine.py"
+    path.write_text("def f(completion, answer, *, bonus: float = 0.0):\n    return bonus\ndef g(text, answer):\n    return 0.0\n")
+    check(f"reward.parts.m.function={path}:f", "reward.parts.m.params.bonus=1")
+    with pytest.raises(ConfigError, match="bonus: 'x' is not a number"):
+        check(f"reward.parts.m.function={path}:f", "reward.parts.m.params.bonus=x")
+    with pytest.raises(ConfigError, match=r"reward\.parts\.m\.function: .* has the parameter 'text', which is none of"):
+        check(f"reward.parts.m.function={path}:g")
+
+
+ONE_STEP = ("batch.num_mini_batches=1", "batch.num_passes=1")
+
+
+def test_a_ratio_that_is_always_one_is_refused(tmp_path: Path):
+    for cure in ((), ("batch.num_mini_batches=4",), ("batch.num_passes=2",), ("allow_inert=true",)):
+        if not cure:
+            with pytest.raises(ConfigError, match=r"aspo: with batch\.num_mini_batches=1 .*=4 works, or allow_inert=true"):
+                check(*ONE_STEP)
+        else:
+            check(*ONE_STEP, *cure)
+    # Five groups cannot be cut into four, two or three mini-batches.
+    with pytest.raises(ConfigError, match=r"batch\.num_passes=2 works"):
+        check(*ONE_STEP, "batch.groups_per_step=5")
+    path = tmp_path / "plain.py"
+    path.write_text("def f(tokens): ...\nf.ratio_based = False\ndef g(tokens): ...\n")
+    arguments = ["algorithm.params=null", "~algorithm.params"]
+    check(*ONE_STEP, f"algorithm.name={path}:f", *arguments)
+    with pytest.raises(ConfigError, match="its ratio is always 1"):
+        check(*ONE_STEP, f"algorithm.name={path}:g", *arguments)
