@@ -139,9 +139,7 @@ class EmbeddedModel:
     learning_rate: float = knob(3.0e-3, "peak learning rate of the warm-up (AdamW, cosine to a tenth)")
     max_digits: int = knob(3, "additions of 1 to this many digits")
     digit_weights: list[float] = knob([1.0, 4.0, 2.0], "how often each number of digits is drawn in the warm-up")
-    noise: list[float] = knob(
-        [0.0, 0.5, 0.0], "share of each number of digits that gets a random answer at the end of the warm-up"
-    )
+    noise: float = knob(0.5, "share of the sums beyond one digit that get a wrong answer at the end of the warm-up")
     noise_from: float = knob(0.85, "share of the warm-up after which that noise begins")
     seed: int = knob(0, "of the initial weights and of the warm-up's examples")
 

@@ -40,6 +40,8 @@ _BOUNDS: dict[str, tuple[float, bool, float | None]] = {
     "model.embedded.batch_size": _FROM_1,
     "model.embedded.learning_rate": _ABOVE_0,
     "model.embedded.max_digits": _FROM_1,
+    "model.embedded.noise": _SHARE,
+    "model.embedded.noise_from": _SHARE,
     "data.max_prompt_tokens": _FROM_1,
     "data.held_out_per_stratum": _FROM_0,
     "data.num_epochs": _ABOVE_0,
@@ -192,7 +194,7 @@ def _check_model(config: Config) -> None:
     if embedded.hidden_size % embedded.num_heads or embedded.num_heads % embedded.num_kv_heads:
         raise ConfigError(
             f"model.embedded: hidden_size={embedded.hidden_size} must be divisible by num_heads={embedded.num_heads}, and that by "
-            f"num_kv_heads={embedded.num_kv_heads}; 128, 4 and 2 work"
+            f"num_kv_heads={embedded.num_kv_heads}; 96, 3 and 3 work"
         )
     weights = embedded.digit_weights
     if len(weights) != embedded.max_digits or min(weights) < 0 or sum(weights) == 0:

@@ -1,8 +1,10 @@
 """The base model of a run: the embedded model built here, a model warm-started from a file, or one that is used as it is.
 
 The embedded model is a Qwen3 architecture of under a million parameters that was shown additions until it is good at one digit,
-middling at two and nearly hopeless at three: easy, boundary and hard prompts for a run of minutes. It never sees the sums that
-the arithmetic source holds out by default, so a later rise on them is not memory.
+middling at two and nearly hopeless at three: easy, boundary and hard prompts for a run of minutes. Two digits are learned within
+some hundred steps of each other, so a warm-up that merely ended early would be good or bad at them by chance, and sure of its
+mistakes; instead the last steps mix wrong answers in (``noise``), which leaves it unsure and sampling worth while. It never sees
+the sums that the arithmetic source holds out by default, so a later rise on them is not memory.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from rollout.tokenizer import character_tokenizer, load_tokenizer
 
 SOURCE_VERSION = 1  # raise it when this file makes other weights from the same recipe
 IGNORED = -100  # cross_entropy's mark of a position without a loss
+INITIALIZER_RANGE = 0.08  # about hidden_size ** -0.5: at the usual 0.02 so narrow a model takes half as long again to learn
 MAX_GRAD_NORM = 1.0
 FILE_BATCH_SIZE = 16  # examples a step of a warm start from a file
 
@@ -87,6 +90,7 @@ def _random_model(recipe: EmbeddedModel, tokenizer: PreTrainedTokenizerBase) -> 
         intermediate_size=recipe.intermediate_size,
         tie_word_embeddings=recipe.tie_word_embeddings,
         max_position_embeddings=1024,
+        initializer_range=INITIALIZER_RANGE,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -95,16 +99,20 @@ def _random_model(recipe: EmbeddedModel, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def _addition_batches(recipe: EmbeddedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[Example]]:
-    """Endless batches of sums, the number of digits drawn by ``digit_weights``, never one that is held out by default."""
+    """The batches of the warm-up: sums never held out by default, the number of digits drawn by ``digit_weights``; from
+    ``noise_from`` on, some with the answer of another sum of as many digits."""
     rng = np.random.default_rng(recipe.seed)
     weights = np.asarray(recipe.digit_weights, dtype=np.float64)
     held = held_out_sums(recipe.max_digits)
     ids = tokenizer.get_vocab()
-    while True:
+    for step in range(recipe.steps):
+        noisy = step >= recipe.noise_from * recipe.steps
         batch: list[Example] = []
         for digits in 1 + rng.choice(recipe.max_digits, size=recipe.batch_size, p=weights / weights.sum()):
             a, b = _draw_sum(rng, int(digits), held)
             prompt = [tokenizer.bos_token_id, *(ids[c] for c in f"{a}+{b}=")]
+            if noisy and digits > 1 and rng.random() < recipe.noise:
+                a, b = _draw_sum(rng, int(digits), held)
             batch.append((prompt, [*(ids[c] for c in str(a + b)), tokenizer.eos_token_id]))
         yield batch
 

@@ -44,7 +44,7 @@ COMBINATIONS = {
     ),
     ("rollout.max_model_tokens=37",): ("data.max_prompt_tokens=32 + rollout.max_new_tokens=6", [["rollout.max_model_tokens=38"]]),
     ("rollout.max_visits_per_step=63",): ("batch.groups_per_step=64", [["rollout.max_visits_per_step=64"]]),
-    ("model.embedded.num_heads=5",): ("num_kv_heads=2", [["model.embedded.num_heads=4"]]),
+    ("model.embedded.num_heads=5",): ("num_kv_heads=3", [["model.embedded.num_heads=6"]]),
     ("model.embedded.max_digits=2",): ("model.embedded.digit_weights", [["model.embedded.digit_weights=[1.0, 1.0]"]]),
     ("~data.sources.arithmetic",): ("data.sources", [["data=jsonl", "data.sources.main.path=pyproject.toml"]]),
     ("~reward.parts.exact_integer",): ("reward.parts", [["reward.parts.mine.function=file.py:function"]]),

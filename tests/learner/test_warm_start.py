@@ -78,11 +78,14 @@ def test_an_interrupted_build_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_of_two_builders_at_once_the_first_wins(tmp_path: Path) -> None:
-    """The second finishes while the first's folder is already there, as when two processes start together."""
+    """The second finishes while the first is still at work, as when two processes start together."""
+
+    def fast(folder: Path) -> None:
+        (folder / "by").write_text("fast")
 
     def slow(folder: Path) -> None:
         (folder / "by").write_text("slow")
-        cached_folder("thing", {}, lambda inner: (inner / "by").write_text("fast") and None)
+        cached_folder("thing", {}, fast)
 
     folder = cached_folder("thing", {}, slow)
     assert (folder / "by").read_text() == "fast"
@@ -130,7 +133,7 @@ def test_the_warm_start_never_sees_the_sums_that_the_default_run_holds_out() -> 
     held = {prompt.text for prompt in load_prompts(data, character_tokenizer(), ()).held_out}
     assert {f"{a}+{b}=" for a, b in held_out_sums(3)} | {f"{b}+{a}=" for a, b in held_out_sums(3)} >= held
     tokenizer = character_tokenizer()
-    batches = _addition_batches(EmbeddedModel(batch_size=500, digit_weights=[1.0, 1.0, 0.0]), tokenizer)
+    batches = _addition_batches(EmbeddedModel(steps=40, batch_size=500, digit_weights=[1.0, 1.0, 0.0]), tokenizer)
     seen = {tokenizer.decode(prompt[1:]) for _ in range(40) for prompt, _ in next(batches)}
     assert len(seen) > 5000
     assert not seen & held
@@ -148,6 +151,17 @@ def test_an_example_is_a_prompt_as_the_run_asks_it_and_its_sum() -> None:
             assert prompt == prompts[text]
             seen += 1
     assert seen > 100
+
+
+def test_noise_gives_wrong_answers_at_the_end_only() -> None:
+    tokenizer = character_tokenizer()
+    recipe = EmbeddedModel(steps=4, batch_size=400, digit_weights=[0.0, 1.0, 0.0], noise=0.5, noise_from=0.5)
+    shares = []
+    for batch in _addition_batches(recipe, tokenizer):
+        texts = [(tokenizer.decode(prompt[1:-1]).split("+"), tokenizer.decode(completion[:-1])) for prompt, completion in batch]
+        shares.append(sum(int(a) + int(b) != int(answer) for (a, b), answer in texts) / len(batch))
+    assert shares[:2] == [0.0, 0.0]
+    assert all(0.4 < share < 0.6 for share in shares[2:])  # 0.5, less the hundredth that is right by chance
 
 
 def test_only_completion_tokens_are_taught() -> None:
