@@ -133,7 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="GRPO and ASPO in one file, on sums of two digits.")
     parser.add_argument("--surrogate", choices=["grpo", "aspo"], default="grpo")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--warm-steps", type=int, default=150)
+    parser.add_argument("--warm-steps", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 
@@ -141,7 +141,7 @@ def main() -> None:
     rng = random.Random(options.seed)
     model = make_model()
     warm_start(model, options.warm_steps, rng)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-4, weight_decay=0.0)
     rewards = []
     for step in range(1, options.steps + 1):
         rewards.append(grpo_step(model, optimizer, options.surrogate, rng))
