@@ -85,7 +85,12 @@ class LearnerActor:
         return process_facts()
 
     def prepare(
-        self, step: int, version: int, places: Sequence[tuple[int, int]], scores: Sequence[tuple[Score, ...]], parcels: Sequence[Any]
+        self,
+        step: int,
+        version: int,
+        places: Sequence[tuple[int, int]],
+        scores: Sequence[tuple[Score, ...]],
+        parcels: Sequence[Any],
     ) -> dict[str, float]:
         """Each group is ``parcels[i][k]`` for its ``(i, k)`` of ``places``; its scores stand at the same place of ``scores``."""
         fetched: list[list[Group]] = ray.get(list(parcels))

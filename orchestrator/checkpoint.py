@@ -1,11 +1,11 @@
 """Checkpoints: a folder that is whole or is none.
 
-    checkpoints/step-000050.partial/   being written: never loaded, never counted
-    checkpoints/step-000050/
-        model/          the policy as a Hugging Face folder, for `limen eval`, `limen sample`, vLLM and transformers
-        learner/        weights, optimizer, schedule and counters, as the learner wrote them
-        state.json      step, version, incarnation, prompt ledger
-        manifest.json   every file with its size and digest; written last, before the rename
+checkpoints/step-000050.partial/   being written: never loaded, never counted
+checkpoints/step-000050/
+    model/          the policy as a Hugging Face folder, for `limen eval`, `limen sample`, vLLM and transformers
+    learner/        weights, optimizer, schedule and counters, as the learner wrote them
+    state.json      step, version, incarnation, prompt ledger
+    manifest.json   every file with its size and digest; written last, before the rename
 """
 
 from __future__ import annotations
@@ -50,9 +50,7 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-async def write_checkpoint(
-    parent: Path, state: dict[str, Any], save: Callable[[Path, Path], Any], *, keep_last: int
-) -> Path:
+async def write_checkpoint(parent: Path, state: dict[str, Any], save: Callable[[Path, Path], Any], *, keep_last: int) -> Path:
     """Writes the checkpoint of ``state["step"]``: ``save(learner_folder, model_folder)`` is awaited, then state and manifest.
 
     Older ones are removed only after this one stands. A failed write leaves the earlier ones as they were.

@@ -6,13 +6,16 @@ unless told otherwise before the instance starts, and OpenMP's barriers spin. Bo
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
 
+import configs
 from configs.schema import ClusterConfig, Config
 from orchestrator.errors import RunStopped
 
@@ -84,12 +87,12 @@ def start_cluster(config: ClusterConfig, demand: Demand) -> Cluster:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     if address is not None:
-        ray.init(address=address, **common)
+        _init(address=address, **common)
         cluster = Cluster(address=address, joined=True)
     else:
         cores = usable_cpus()
         books = config.num_cpus if config.num_cpus is not None else max(cores, min(demand.num_cpus, 2 * cores))
-        ray.init(address="local", num_cpus=books, include_dashboard=False, **common)
+        _init(address="local", num_cpus=books, include_dashboard=False, **common)
         cluster = Cluster(address="private", joined=False)
     available = ray.cluster_resources()
     for resource, asked in (("CPU", demand.num_cpus), ("GPU", demand.num_gpus)):
@@ -101,6 +104,13 @@ def start_cluster(config: ClusterConfig, demand: Demand) -> Cluster:
                 f"Ray has {have}; lower rollout.num_workers, learner.num_ranks or reward.num_workers, or join a larger cluster"
             )
     return cluster
+
+
+def _init(**arguments: Any) -> None:
+    """Ray puts the driver's working directory first on every worker's path, where a user's own ``rewards/`` or ``configs/`` would
+    hide ours (seen). Started from our folder, workers import ours; paths in the configuration are absolute by then."""
+    with contextlib.chdir(Path(configs.__file__).parent.parent):
+        ray.init(**arguments)
 
 
 def _address(config: ClusterConfig) -> str | None:

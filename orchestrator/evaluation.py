@@ -60,7 +60,9 @@ def choose_prompts(held_out: Sequence[Prompt], config: EvaluationConfig) -> list
     return [prompt for prompts in chosen.values() for prompt in prompts]
 
 
-async def evaluate(fleet: RayFleet, scorer: Scorer, prompts: Mapping[str, Prompt], *, num_samples: int, version: int) -> Evaluation:
+async def evaluate(
+    fleet: RayFleet, scorer: Scorer, prompts: Mapping[str, Prompt], *, num_samples: int, version: int
+) -> Evaluation:
     """Samples ``num_samples`` completions of every prompt and scores them. No push may happen meanwhile."""
     visits = [Visit(prompt_id, 0, Purpose.EVAL) for prompt_id in prompts]
     finished = await fleet.evaluate(visits)

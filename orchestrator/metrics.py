@@ -15,6 +15,8 @@ import numpy as np
 from orchestrator.stages import Scored, StepOutcome
 from rollout.records import Prompt, Status, pass_rate
 
+LOOP_REASONS = {"surplus", "late"}  # for these the loop drops a group that selection kept, or never saw
+
 
 def step_metrics(outcome: StepOutcome, prompts: Mapping[str, Prompt]) -> dict[str, float]:
     """Everything about one step that is known without the learner."""
@@ -25,7 +27,7 @@ def step_metrics(outcome: StepOutcome, prompts: Mapping[str, Prompt]) -> dict[st
     metrics: dict[str, float] = {
         "batch/num_groups": len(batch.groups),
         "batch/num_visits": len(seen),
-        "eff/prompt_frac": len(batch.groups) / len(seen) if seen else 0.0,
+        "eff/prompt_frac": num_with_signal(outcome) / len(seen) if seen else 0.0,
     }
     if values:
         metrics |= {"reward/mean": fmean(values), "reward/std": pstdev(values)}
@@ -51,6 +53,12 @@ def step_metrics(outcome: StepOutcome, prompts: Mapping[str, Prompt]) -> dict[st
         lags = [batch.version - kept.scored.meta.min_version for kept in batch.groups]
         metrics |= {"stale/versions": fmean(lags), "stale/max_versions": max(lags)}
     return metrics | _throughput(outcome, sum(lengths))
+
+
+def num_with_signal(outcome: StepOutcome) -> int:
+    """Groups of this step that selection kept, whether or not this batch took them."""
+    by_selection = {reason: n for reason, n in outcome.dropped.items() if reason not in LOOP_REASONS}
+    return len(outcome.seen) - sum(by_selection.values())
 
 
 def _throughput(outcome: StepOutcome, num_tokens: int) -> dict[str, float]:

@@ -22,7 +22,9 @@ MAX_SAMPLE_CHARACTERS = 4000
 class Recorder:
     """The files of one run, of this incarnation."""
 
-    def __init__(self, folder: Path, log: LogConfig, prompts: Mapping[str, Prompt], *, incarnation: int, record: bool, seed: int) -> None:
+    def __init__(
+        self, folder: Path, log: LogConfig, prompts: Mapping[str, Prompt], *, incarnation: int, record: bool, seed: int
+    ) -> None:
         self._folder = folder
         self._prompts = prompts
         self._incarnation = incarnation

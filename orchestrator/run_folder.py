@@ -26,7 +26,7 @@ def make_run_folder(run_dir: str | None, name: str) -> Path:
         if any(folder.iterdir()):
             raise ConfigError(f"run_dir={run_dir}: the folder is not empty; go on with it by resume={run_dir}, or name a new one")
         return folder
-    parent = Path("runs")
+    parent = Path("runs").resolve()
     parent.mkdir(exist_ok=True)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for number in range(1000):
@@ -99,4 +99,3 @@ def write_json(path: Path, value: Any) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.rename(path)
-

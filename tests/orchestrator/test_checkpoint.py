@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from configs.errors import ConfigError
 from orchestrator.checkpoint import find_checkpoint, write_checkpoint
 

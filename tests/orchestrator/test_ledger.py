@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from configs.schema import LastBatch
 from hypothesis import given
 from hypothesis import strategies as st
+
+from configs.schema import LastBatch
 from orchestrator.ledger import Ledger, LedgerError, Length
 from rollout.records import Purpose, Visit
 

@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
+
 from configs.schema import DeadlinesConfig, LastBatch, WhenShort
 from learner.selection import SELECTIONS
 from orchestrator.errors import RunStopped
@@ -186,7 +187,9 @@ def unsolvable(visit):
 
 async def test_short_batch_stops_with_the_histogram():
     world = World(drop=unsolvable)
-    with pytest.raises(RunStopped, match=r"0 of 4 groups were kept out of 32 visits .*pass rates of 32 groups: 1: 32.*max_visits"):
+    with pytest.raises(
+        RunStopped, match=r"0 of 4 groups were kept out of 32 visits .*pass rates of 32 groups: 1: 32.*max_visits"
+    ):
         await world.make(replace(SETTINGS, when_short=WhenShort.stop)).run()
 
 
@@ -211,9 +214,10 @@ async def test_the_end_of_the_data_ends_the_run_with_a_short_batch():
     world = World(drop=lambda visit: visit.prompt_id == "p1")
     reason = await world.make(replace(SETTINGS, num_steps=100), num_prompts=7, last=LastBatch.keep, num_epochs=1).run()
     assert reason == "data used up"
-    assert sorted(len(outcome.batch.groups) for outcome in world.outcomes) == [2, 4] or sum(
-        len(o.batch.groups) for o in world.outcomes
-    ) == 6
+    assert (
+        sorted(len(outcome.batch.groups) for outcome in world.outcomes) == [2, 4]
+        or sum(len(o.batch.groups) for o in world.outcomes) == 6
+    )
 
 
 async def test_failing_verifiers_stop_the_run_with_the_counts():

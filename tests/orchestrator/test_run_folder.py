@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+
 from configs.errors import ConfigError
 from orchestrator.run_folder import JsonLines, make_run_folder, to_json, write_json
 
