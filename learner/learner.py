@@ -90,8 +90,8 @@ class Learner:
     def __init__(self, spec: LearnerSpec, rank: int, world_size: int) -> None:
         if spec.correction.name != "none":
             raise ValueError(f"correction={spec.correction.name} is not built yet; use correction=none")
-        self.with_kl = spec.algorithm.kl.kind is not KlKind.off
-        if self.with_kl and spec.learner.reference is Reference.off:
+        with_kl = spec.algorithm.kl.kind is not KlKind.off
+        if with_kl and spec.learner.reference is Reference.off:
             raise ValueError("algorithm.kl needs a reference: set learner.reference=frozen, or algorithm.kl.kind=off")
         self.spec, self.rank, self.world_size = spec, rank, world_size
         self.model = load_model(
@@ -101,7 +101,7 @@ class Learner:
             chunk_rows=spec.learner.head_chunk_rows,
             gradient_checkpointing=spec.learner.gradient_checkpointing,
         )
-        reference = frozen_copy(self.model.policy) if self.with_kl else None
+        reference = frozen_copy(self.model.policy) if with_kl else None
         self.engine = DeepSpeedEngine(
             self.model.policy, spec.learner, spec.model.dtype, world_size=world_size, total_steps=spec.total_optimizer_steps
         )
@@ -121,14 +121,13 @@ class Learner:
     def prepare(self, batch: RolloutBatch) -> PrepareReport:
         """Makes the batch ready to train, in the packing it will be trained in.
 
-        ``old_logp`` is computed only where the batch gets more than one optimizer step; else it is ``logp.detach()`` of that step:
-        the ratio is exactly 1 and no forward is spent. With fewer groups than ``num_mini_batches`` there are fewer optimizer
-        steps, with no trainable sample none.
+        ``old_logp`` is computed for all but the first mini-batch. That one meets the weights unchanged, so its ``old_logp`` is
+        ``logp.detach()`` of its own forward: the ratio is exactly 1 and no forward is spent, in a batch of one optimizer step
+        none at all. With fewer groups than ``num_mini_batches`` there are fewer mini-batches, with no trainable sample none.
         """
         spec = self.spec
         samples, counts = make_samples(
             batch.groups,
-            batch.version,
             partial(resolve_function(spec.advantage.name, ADVANTAGES, "advantage"), **spec.advantage.params),
             partial(
                 sample_weights,
@@ -142,6 +141,7 @@ class Learner:
             tokens_per_micro_batch=spec.batch.tokens_per_micro_batch,
             aggregation=spec.algorithm.aggregation,
             max_response_tokens=spec.max_response_tokens,
+            version=batch.version,
             rank=self.rank,
             world_size=self.world_size,
             device=self.engine.device,
@@ -149,10 +149,10 @@ class Learner:
         self._steps = plan_optimizer_steps(samples, plan, (spec.seed, batch.step))
         micro_batches = [micro for step in self._steps for micro in step]
         with torch.no_grad():
-            for micro in micro_batches:
-                if len(self._steps) * spec.batch.num_passes > 1:
-                    micro.old_logp = self._forward(micro).logp
-                if self._reference is not None:
+            for micro in (micro for step in self._steps[1:] for micro in step):
+                micro.old_logp = self._forward(micro).logp
+            if self._reference is not None:
+                for micro in micro_batches:
                     micro.ref_logp = self._reference(micro.input_ids, micro.positions, micro.targets, spec.temperature).logp
         num_tokens = sum(micro.num_tokens for micro in micro_batches)
         num_padded = sum(micro.input_ids.numel() for micro in micro_batches)
@@ -161,7 +161,7 @@ class Learner:
             "batch/num_invalid": counts.num_invalid,
             "batch/num_truncated": counts.num_truncated,
             "batch/num_empty": counts.num_empty,
-            "batch/num_loss_tokens": sum(len(sample.roll_logp) for sample in samples),
+            "batch/num_loss_tokens": sum(sample.num_loss_tokens for sample in samples),
             "batch/num_mini_batches": len(self._steps),
             "batch/num_micro_batches": len(micro_batches),
             "batch/padding_frac": 1 - num_tokens / num_padded if num_padded else 0.0,
@@ -206,7 +206,9 @@ class Learner:
         if micro.num_tokens == 0:
             self.engine.backward(0.0 * (out.logp.sum() + out.entropy.sum()), last=last)
             return MetricSums({}, {}), 0.0
-        tokens = _loss_tokens(micro, out)
+        if micro.old_logp is None:
+            micro.old_logp = out.logp.detach()
+        tokens = _loss_tokens(micro, micro.old_logp, out)
         credit = self._credit(tokens)
         self.engine.backward((credit.logp * out.logp).sum() + (credit.entropy * out.entropy).sum(), last=last)
         return (credit.sums + _mismatch(micro, tokens) if first_pass else credit.sums), float(credit.loss)
@@ -268,13 +270,12 @@ class Learner:
             load_tokenizer(self.spec.model_path, self.spec.model.trust_remote_code).save_pretrained(folder)
 
 
-def _loss_tokens(micro: MicroBatch, out: HeadOutput) -> LossTokens:
-    logp = out.logp.detach()
-    ones = torch.ones_like(logp)
+def _loss_tokens(micro: MicroBatch, old_logp: Tensor, out: HeadOutput) -> LossTokens:
+    ones = torch.ones_like(old_logp)
     return LossTokens(
-        logp=logp,
+        logp=out.logp.detach(),
         entropy=out.entropy.detach(),
-        old_logp=logp if micro.old_logp is None else micro.old_logp,
+        old_logp=old_logp,
         roll_logp=micro.roll_logp,
         ref_logp=micro.ref_logp,
         advantage=micro.advantage,

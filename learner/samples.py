@@ -35,12 +35,12 @@ class Gap(IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One completion that is trained on. The arrays have one entry a loss token."""
+    """One completion that is trained on."""
 
     group: int  # place of its group in the rollout batch
     row: Row
-    roll_logp: NDArray[np.float32]
-    gap: NDArray[np.int64]  # Gap
+    completion: Completion
+    num_loss_tokens: int
     advantage: float
     weight: float  # mean 1 over the valid samples of the rollout batch
 
@@ -75,7 +75,6 @@ class BatchCounts:
 
 def make_samples(
     groups: Sequence[ScoredGroup],
-    version: int,
     advantage: Callable[[Samples], Tensor],
     weight: Callable[[Samples, Tensor], Tensor],
     *,
@@ -108,7 +107,8 @@ def make_samples(
         elif not completion.loss_mask.any():
             num_empty += 1
         else:
-            samples.append(_sample(place, group.group.prompt_token_ids, completion, version, a, w))
+            row = _row(group.group.prompt_token_ids, completion)
+            samples.append(Sample(place, row, completion, int(np.count_nonzero(completion.loss_mask)), a, w))
     return samples, BatchCounts(len(samples), num_invalid, num_truncated, num_empty)
 
 
@@ -116,22 +116,10 @@ def _is_valid(score: Score) -> bool:
     return score.status is Status.OK and score.value is not None and isfinite(score.value)
 
 
-def _sample(
-    group: int, prompt: NDArray[np.int32], completion: Completion, version: int, advantage: float, weight: float
-) -> Sample:
-    mask = completion.loss_mask
-    gap = np.where(completion.versions < version, Gap.OLDER_VERSION, Gap.SAME_VERSION)
-    return Sample(
-        group=group,
-        row=Row(
-            token_ids=np.concatenate([prompt, completion.token_ids]),
-            scored=np.concatenate([np.zeros(len(prompt), dtype=np.bool_), mask]),
-        ),
-        roll_logp=completion.roll_logp[mask],
-        gap=np.where(completion.mixed, Gap.MIXED, gap)[mask],
-        advantage=advantage,
-        weight=weight,
-    )
+def _row(prompt: NDArray[np.int32], completion: Completion) -> Row:
+    scored = np.zeros(len(prompt) + completion.num_tokens, dtype=np.bool_)
+    scored[len(prompt) :] = completion.loss_mask
+    return Row(np.concatenate([prompt, completion.token_ids]), scored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +130,7 @@ class Plan:
     tokens_per_micro_batch: int
     aggregation: Aggregation
     max_response_tokens: int
+    version: int  # of the learner, as it trains the batch
     rank: int
     world_size: int
     device: torch.device
@@ -156,7 +145,7 @@ def plan_optimizer_steps(samples: Sequence[Sample], plan: Plan, seed: Sequence[i
     steps = []
     for places in cut_mini_batches(len(groups), plan.num_mini_batches, seed):
         mine = [sample for place in places for sample in groups[place]]
-        counts = StepCounts(sum(len(s.roll_logp) for s in mine), len(mine))
+        counts = StepCounts(sum(s.num_loss_tokens for s in mine), len(mine))
         lengths = [len(s.row.token_ids) for s in mine]
         batches = plan_micro_batches(lengths, plan.world_size, plan.tokens_per_micro_batch)[plan.rank]
         steps.append([_micro_batch([mine[i] for i in batch], plan, counts) for batch in batches])
@@ -177,9 +166,8 @@ def _micro_batch(samples: Sequence[Sample], plan: Plan, counts: StepCounts) -> M
         """One value a response, at each of its loss tokens."""
         return torch.as_tensor(values if samples else [1.0], dtype=torch.float32, device=plan.device)[response]
 
-    lengths = torch.tensor([len(sample.roll_logp) for sample in samples])
-    roll_logp = np.concatenate([s.roll_logp for s in samples]) if samples else np.zeros(1, dtype=np.float32)
-    gap = np.concatenate([s.gap for s in samples]) if samples else np.zeros(1, dtype=np.int64)
+    lengths = torch.tensor([sample.num_loss_tokens for sample in samples])
+    roll_logp, gap = _of_engine([sample.completion for sample in samples], plan.version)
     return MicroBatch(
         input_ids=input_ids,
         positions=positions,
@@ -194,3 +182,14 @@ def _micro_batch(samples: Sequence[Sample], plan: Plan, counts: StepCounts) -> M
         gap=torch.from_numpy(gap).to(plan.device),
         num_tokens=packed.num_tokens,
     )
+
+
+def _of_engine(completions: Sequence[Completion], version: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """What the engine says of the loss tokens: log-probabilities and Gap."""
+    if not completions:
+        return np.zeros(1, dtype=np.float32), np.zeros(1, dtype=np.int64)
+    mask = np.concatenate([c.loss_mask for c in completions])
+    older = np.concatenate([c.versions for c in completions])[mask] < version
+    mixed = np.concatenate([c.mixed for c in completions])[mask]
+    gap = np.where(mixed, Gap.MIXED, np.where(older, Gap.OLDER_VERSION, Gap.SAME_VERSION))
+    return np.concatenate([c.roll_logp for c in completions])[mask], gap
