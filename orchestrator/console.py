@@ -101,13 +101,14 @@ class LiveView:
             Text(f"{self._stage} {time.monotonic() - self._since:.1f} s", style="cyan"),
         )
         numbers = Table.grid(padding=(0, 2))
-        for name, value in headline(self._metrics):
-            numbers.add_row(name, Text(value, style="bold"))
+        for name, text in headline(self._metrics):
+            numbers.add_row(name, Text(text, style="bold"))
         strata = Table.grid(padding=(0, 2))
-        for name, value in self._metrics.items():
+        for name, rate in self._metrics.items():
             if name.startswith("pass_rate/"):
-                bar = ProgressBar(total=1.0, completed=value, width=24)
-                strata.add_row(Text(name.removeprefix("pass_rate/")), bar, f"{value:.2f}")
+                strata.add_row(
+                    Text(name.removeprefix("pass_rate/")), ProgressBar(total=1.0, completed=rate, width=24), f"{rate:.2f}"
+                )
         stages = Table.grid(padding=(0, 2))
         for name in ("generate", "prepare", "train", "push"):
             if f"time/{name}_s" in self._metrics:
@@ -172,4 +173,4 @@ def evaluation_lines(title: str, before: Evaluation | None, after: Evaluation) -
 def printable(text: str, limit: int = 2000) -> str:
     """Text that is safe on a terminal: control characters and lone surrogates escaped, cut to ``limit`` characters."""
     cut = text if len(text) <= limit else text[:limit] + f" ... ({len(text) - limit} more characters)"
-    return "".join(c if c == "\n" or c == "\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
+    return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in cut)

@@ -43,8 +43,9 @@ class RayFleet:
         await asyncio.gather(*(w.actor.submit.remote(requests[w.name]) for w in self.workers if requests[w.name]))
 
     async def next_finished(self) -> list[Finished]:
-        finished = asyncio.ensure_future(self._finished.get())
-        await asyncio.wait({finished, *self._streams}, return_when=asyncio.FIRST_COMPLETED)
+        finished = asyncio.create_task(self._finished.get())
+        waiting: list[asyncio.Future[Any]] = [finished, *self._streams]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         for stream in self._streams:
             if stream.done():
                 finished.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import time
 from collections import defaultdict
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import ray
+from ray.exceptions import RayError
 
 from configs.functions import resolve_function
 from configs.schema import Config
@@ -364,10 +366,8 @@ async def close_actors(actors: Sequence[Any], waits: Waits, deadline_s: float) -
     """Asks each actor to close, then kills it: one that does not answer is not waited for twice."""
     for actor in actors:
         if hasattr(actor, "close"):
-            try:
+            with contextlib.suppress(DeadlinePassed, RayError):  # it is killed next
                 await waits.wait(_await(actor.close.remote()), owner="actor", name="close", deadline_s=deadline_s)
-            except (DeadlinePassed, ray.exceptions.RayError):
-                pass  # it is killed next
         ray.kill(actor)
 
 

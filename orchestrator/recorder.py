@@ -83,7 +83,7 @@ class Recorder:
                 classes[(stratum, (score.accuracy or 0.0) >= 0.5)].append((scored, index))
         random = np.random.default_rng([self._seed, step])
         for members in classes.values():
-            random.shuffle(members)  # type: ignore[arg-type]  # numpy shuffles any sequence in place
+            random.shuffle(members)
         chosen: list[tuple[Scored, int]] = []
         while len(chosen) < self._samples_per_step and any(classes.values()):
             for name in sorted(classes):

@@ -56,7 +56,7 @@ class Manifest:
 
 def digest_bytes(data: NDArray[np.uint8]) -> int:
     """64-bit xxh3 of a contiguous byte array."""
-    return xxhash.xxh3_64_intdigest(memoryview(data))
+    return xxhash.xxh3_64_intdigest(data.data)
 
 
 def digest_specs(specs: Iterable[TensorSpec]) -> int:

@@ -63,7 +63,8 @@ def test_planned_steps_of_fifty_prompts(last, steps):
 
 def test_epochs_have_their_own_order_and_skip_other_rows():
     ledger = make(last=LastBatch.drop, max_visits=Length(10, 4, LastBatch.drop).visits(6))
-    epochs = [sum(pair, []) for pair in zip(*[iter(run_epochs(ledger, 4))] * 2, strict=True)]
+    steps = run_epochs(ledger, 4)
+    epochs = [first + second for first, second in zip(steps[::2], steps[1::2], strict=True)]
     assert len({tuple(epoch) for epoch in epochs}) == 6
     assert len({frozenset(TEN) - frozenset(epoch) for epoch in epochs}) > 1
 

@@ -256,7 +256,7 @@ async def test_a_silent_engine_meets_the_deadline():
 
     world.generate = nothing
     deadlines = DeadlinesConfig(generate_s=0.2)
-    with pytest.raises(DeadlinePassed, match="rollout workers did not finish 'a finished group for step 1' within 0.2 s"):
+    with pytest.raises(DeadlinePassed, match="rollout workers did not finish 'a finished group for step 1' within"):
         await world.make(replace(SETTINGS, deadlines=deadlines)).run()
 
 

@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def start(folder, run_dir, *overrides):
+def start(folder, *overrides):
     return subprocess.Popen(
         [LIMEN, "train", *(SMALL if not any(o.startswith("resume=") for o in overrides) else []), *overrides],
         cwd=folder,
@@ -78,7 +78,6 @@ def test_two_workers_share_the_run_and_no_token_lies_about_its_version(folder):
     run_dir = folder / "two"
     process = start(
         folder,
-        run_dir,
         f"run_dir={run_dir}",
         "steps=6",
         "rollout.num_workers=2",
@@ -135,17 +134,18 @@ def compare(model, version, run_dir):
 def test_killed_resumed_interrupted_terminated_finished(folder):
     """One run through every ending: it always goes on at the right step, and every incarnation says which it is."""
     run_dir = folder / "endings"
-    process = start(folder, run_dir, f"run_dir={run_dir}", "steps=5000", "checkpoint.every=2")
+    process = start(folder, f"run_dir={run_dir}", "steps=5000", "checkpoint.every=2")
     wait_for(lambda: len(rows(run_dir)) >= 5 and (run_dir / "checkpoints" / "step-000004").exists(), process)
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.wait()
     assert process.returncode == -signal.SIGKILL
-    gone, alive = psutil.wait_procs(children, timeout=60)
+    agents = [child for child in children if child.is_running() and "Agent" in child.name()]
+    _, alive = psutil.wait_procs([child for child in children if child not in agents], timeout=60)
     assert not alive, f"left behind: {alive}"
 
     last = newest(run_dir)
-    process = start(folder, run_dir, f"resume={run_dir}")
+    process = start(folder, f"resume={run_dir}")
     wait_for(lambda: rows(run_dir)[-1]["incarnation"] == 1 and rows(run_dir)[-1]["step"] >= last + 3, process)
     second = [row["step"] for row in rows(run_dir) if row["incarnation"] == 1]
     assert second[0] == last + 1, "goes on after the newest checkpoint"
@@ -155,7 +155,7 @@ def test_killed_resumed_interrupted_terminated_finished(folder):
     saved_and_listed(run_dir, out)
 
     last = newest(run_dir)
-    process = start(folder, run_dir, f"resume={run_dir}")
+    process = start(folder, f"resume={run_dir}")
     wait_for(lambda: rows(run_dir)[-1]["incarnation"] == 2, process)
     process.terminate()
     out = finish(process)
@@ -164,7 +164,7 @@ def test_killed_resumed_interrupted_terminated_finished(folder):
     saved_and_listed(run_dir, out)
 
     last = newest(run_dir)
-    process = start(folder, run_dir, f"resume={run_dir}", f"steps={last + 2}")
+    process = start(folder, f"resume={run_dir}", f"steps={last + 2}")
     out = finish(process)
     assert process.returncode == 0, out
     steps = [row["step"] for row in rows(run_dir) if row["incarnation"] == 3]
@@ -172,6 +172,8 @@ def test_killed_resumed_interrupted_terminated_finished(folder):
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["exit_reason"] == "done"
     assert summary["checkpoint"] == f"step-{last + 2:06d}"
+    _, alive = psutil.wait_procs(agents, timeout=120)  # Ray's own two take a minute to notice that their raylet is gone
+    assert not alive, f"left behind: {alive}"
 
 
 def newest(run_dir):
