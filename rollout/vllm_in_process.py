@@ -7,6 +7,7 @@ vLLM's detokenizer and output objects, which keeps the Python work a token small
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import vllm.envs
 from numpy.typing import NDArray
 from torch import Tensor
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -60,7 +61,7 @@ def make_engine(spec: EngineSpec) -> Engine:
 
     The process must have been started with ``rollout.engine.engine_environment``; raises EngineError otherwise.
     """
-    if vllm.envs.VLLM_ENABLE_V1_MULTIPROCESSING or vllm.envs.VLLM_USE_V2_MODEL_RUNNER is not False:
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0" or os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0":
         raise EngineError(
             "an in-process engine needs VLLM_ENABLE_V1_MULTIPROCESSING=0 and VLLM_USE_V2_MODEL_RUNNER=0 in the environment "
             "of its process: start it with rollout.engine.engine_environment()"
@@ -79,7 +80,7 @@ class VllmStepper:
 
     def __init__(self, spec: EngineSpec) -> None:
         self._tokenizer = load_tokenizer(spec.tokenizer_path, spec.trust_remote_code)
-        self._engine = LLMEngine.from_engine_args(_engine_args(spec), enable_multiprocessing=False)
+        self._engine = LLMEngine.from_engine_args(engine_args(spec), enable_multiprocessing=False)
         self._core = self._engine.engine_core
         if self._core.engine_core.batch_queue is not None:
             raise EngineError("vLLM schedules ahead (batch_queue is set): it would not be at rest between two steps")
@@ -89,32 +90,13 @@ class VllmStepper:
         self._num_scored = 0
 
     def check(self, request: GroupRequest) -> None:
-        prompt, sampling = request.prompt_token_ids, request.sampling
-        if request.group_size < 1 or sampling.max_new_tokens < 1:
-            raise ValueError(f"{request.visit}: {request.group_size} completions of {sampling.max_new_tokens} tokens")
-        if len(prompt) < 1 or len(prompt) + sampling.max_new_tokens > self._max_model_tokens:
-            raise ValueError(
-                f"{request.visit}: {len(prompt)} prompt tokens and {sampling.max_new_tokens} new ones do not fit an engine for "
-                f"1 to {self._max_model_tokens} tokens (rollout.max_model_tokens)"
-            )
-        self._check_ids(prompt)
-        _sampling_params(sampling, None)  # raises ValueError for values that vLLM refuses
+        check_request(request, self._max_model_tokens, self._vocab_size)
 
     def check_row(self, row: NDArray[np.int32]) -> None:
-        if not 2 <= len(row) <= self._max_model_tokens:
-            raise ValueError(
-                f"a row of {len(row)} tokens cannot be scored: 2 to {self._max_model_tokens} (rollout.max_model_tokens)"
-            )
-        self._check_ids(row)
-
-    def _check_ids(self, token_ids: NDArray[np.int32]) -> None:
-        if token_ids.min() < 0 or token_ids.max() >= self._vocab_size:
-            raise ValueError(
-                f"token ids {token_ids.min()} to {token_ids.max()}, but the model's vocabulary has {self._vocab_size}"
-            )
+        check_row(row, self._max_model_tokens, self._vocab_size)
 
     def add(self, key: int, prompt_token_ids: list[int], seed: int | None, sampling: Sampling) -> None:
-        self._add(str(key), prompt_token_ids, _sampling_params(sampling, seed))
+        self._add(str(key), prompt_token_ids, sampling_params(sampling, seed))
 
     def _add(self, request_id: str, token_ids: list[int], params: SamplingParams) -> None:
         self._core.add_request(
@@ -154,7 +136,7 @@ class VllmStepper:
         params = SamplingParams(
             temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False, skip_clone=True
         )
-        self._core.collective_rpc(_set_prompt_temperature, args=(temperature,))
+        self._core.collective_rpc(set_prompt_temperature, args=(temperature,))
         for start in range(0, len(rows), _SCORE_ROWS):
             waiting: dict[str, TokenScores | None] = {}
             for row in rows[start : start + _SCORE_ROWS]:
@@ -177,13 +159,42 @@ class VllmStepper:
         self._core.shutdown()
 
 
-def _engine_args(spec: EngineSpec) -> EngineArgs:
+def check_request(request: GroupRequest, max_model_tokens: int, vocab_size: int) -> None:
+    """Raises ValueError for a request that an engine could never run."""
+    prompt, sampling = request.prompt_token_ids, request.sampling
+    if request.group_size < 1 or sampling.max_new_tokens < 1:
+        raise ValueError(f"{request.visit}: {request.group_size} completions of {sampling.max_new_tokens} tokens")
+    if len(prompt) < 1 or len(prompt) + sampling.max_new_tokens > max_model_tokens:
+        raise ValueError(
+            f"{request.visit}: {len(prompt)} prompt tokens and {sampling.max_new_tokens} new ones do not fit an engine for "
+            f"1 to {max_model_tokens} tokens (rollout.max_model_tokens)"
+        )
+    _check_ids(prompt, vocab_size)
+    try:
+        sampling_params(sampling, None)
+    except VLLMValidationError as error:
+        raise ValueError(f"{request.visit}: {error}") from error
+
+
+def check_row(row: NDArray[np.int32], max_model_tokens: int, vocab_size: int) -> None:
+    """Raises ValueError for a row that an engine could never score."""
+    if not 2 <= len(row) <= max_model_tokens:
+        raise ValueError(f"a row of {len(row)} tokens cannot be scored: 2 to {max_model_tokens} (rollout.max_model_tokens)")
+    _check_ids(row, vocab_size)
+
+
+def _check_ids(token_ids: NDArray[np.int32], vocab_size: int) -> None:
+    if token_ids.min() < 0 or token_ids.max() >= vocab_size:
+        raise ValueError(f"token ids {token_ids.min()} to {token_ids.max()}, but the model's vocabulary has {vocab_size}")
+
+
+def engine_args(spec: EngineSpec) -> EngineArgs:
     max_model_len = spec.max_model_tokens + 1  # scoring a row of the greatest length samples one token after it
     return EngineArgs(
         model=spec.model_path,
         skip_tokenizer_init=True,
         trust_remote_code=spec.trust_remote_code,
-        dtype=spec.dtype,  # type: ignore[arg-type]
+        dtype=spec.dtype,
         seed=spec.seed,
         load_format=spec.load_format,
         generation_config="vllm",  # never the model's own file: requests say everything
@@ -194,6 +205,7 @@ def _engine_args(spec: EngineSpec) -> EngineArgs:
         enable_chunked_prefill=False,
         max_num_batched_tokens=max(max_model_len, _MIN_BATCH_TOKENS),
         enable_prefix_caching=True,
+        block_size=32 if current_platform.is_cpu() else None,  # the least there: a prompt shorter than a block is never shared
         async_scheduling=False,
         enforce_eager=True,
         logprobs_mode="processed_logprobs",  # at the sampling temperature, after truncation: what was sampled from
@@ -204,7 +216,7 @@ def _engine_args(spec: EngineSpec) -> EngineArgs:
     )
 
 
-def _sampling_params(sampling: Sampling, seed: int | None) -> SamplingParams:
+def sampling_params(sampling: Sampling, seed: int | None) -> SamplingParams:
     """Every value that shapes the distribution, spelled out."""
     return SamplingParams(
         temperature=sampling.temperature,
@@ -241,7 +253,7 @@ def _token_scores(output: EngineCoreOutput) -> TokenScores:
     return TokenScores(found.logprobs[:, 0].numpy().copy(), found.selected_token_ranks.numpy().astype(np.int32))
 
 
-def _set_prompt_temperature(worker: Any, temperature: float) -> None:
+def set_prompt_temperature(worker: Any, temperature: float) -> None:
     """Has prompt log-probabilities computed at ``temperature``: vLLM gives them at 1, whatever the request says.
 
     The sampler that serves prompts also serves running completions, so its method is replaced only inside the call that
