@@ -64,7 +64,7 @@ def aspo(tokens: LossTokens, *, eps_low: float = 0.2, eps_high: float = 0.2, dua
     hard_pos, hard_neg = positive & (ratio > 1 + eps_high), negative & (ratio < 1 - eps_low)
     hard = hard_pos | hard_neg
     flipped = torch.where(positive, 1 / ratio, ratio)
-    capped = (flipped > dual_c) & ~hard
+    capped = flipped > dual_c
     factor = flipped.clamp(max=dual_c) * ((advantage != 0) & ~hard)
     bound = torch.where(positive, 1 / (1 + eps_high), 1 - eps_low)
     return Surrogate(

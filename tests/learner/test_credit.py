@@ -73,6 +73,14 @@ def test_case_b79_masked_positions_leak_nothing(numeric_cases):
     assert gradient.tolist() == [[-1.0, 0.0, -1.0, 0.0, -1.0, 0.0]]
 
 
+def test_case_b79_nan_at_a_valid_position_is_reported(numeric_cases):
+    inputs = numeric_cases["B79-2"]["inputs"]
+    logp = torch.tensor([list(map(number, inputs["log_probs"]))])
+    credit = token_credit(_from_rows(logp, torch.tensor([inputs["mask"]], dtype=torch.bool)), **PLAIN)
+    assert credit.loss.isnan()
+    assert credit.logp.isnan().tolist() == [False, True, False]
+
+
 def _from_rows(logp, mask):
     """Loss tokens of padded rows with A = 1, r = 1 and denominator 1; old and engine log-probabilities carry the same garbage."""
     flat = select_loss_tokens(logp, mask)
@@ -82,7 +90,7 @@ def _from_rows(logp, mask):
 
 @pytest.mark.parametrize("surrogate", [grpo, aspo])
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
-def test_cases_b79_b81_nan_at_a_loss_token_reaches_the_guard(surrogate, advantage, make_tokens):
+def test_case_b81_4_nan_ratio_reaches_the_guard(surrogate, advantage, make_tokens):
     """Also where the advantage is 0: hiding it there would hide a broken model."""
     for fields in ({"logp": [NAN], "old_logp": [-1.0]}, {"logp": [-1.0], "old_logp": [NAN]}):
         credit = token_credit(make_tokens(advantage=[advantage], **fields), **PLAIN | {"surrogate": surrogate})
