@@ -162,11 +162,11 @@ def test_padding_order_and_micro_batches_change_nothing(rows, extra, garbage, da
 
 
 def test_metrics_of_four_tokens(make_tokens):
-    """A = (+,+,-,0), r = (1/2, 3/2, 4, 1), ASPO's w = (2, 0, 3, 0); engine log-probabilities off by (0, ln 2, 0, -ln 2)."""
+    """A = (+,+,-,0), r = (1/2, 3/2, 4, 1), ASPO's w = (2, 0, 3, 0); engine log-probabilities off by (0, ln 2, 0, -2 ln 2)."""
     old = torch.tensor([0.5, 0.25, 0.125, 0.5]).log()
     tokens = make_tokens(
         old + torch.tensor([0.5, 1.5, 4.0, 1.0]).log(), old_logp=old, entropy=[1.0, 2.0, 4.0, 8.0], advantage=[2.0, 1.0, -1.0, 0.0],
-        roll_logp=old - torch.tensor([1.0, 2.0, 1.0, 0.5]).log(),
+        roll_logp=old - torch.tensor([1.0, 2.0, 1.0, 0.25]).log(),
     )  # fmt: skip
     credit = token_credit(tokens, **PLAIN | {"surrogate": aspo})
     log2 = math.log(2)
@@ -177,9 +177,9 @@ def test_metrics_of_four_tokens(make_tokens):
         "clip/hard_pos": 0.5, "clip/hard_neg": 0.0, "clip/dual_pos": 0.0, "clip/dual_neg": 1.0,
         "eff/token_frac": 0.5,
         "kl/old_new": (3.0 - math.log(0.5 * 1.5 * 4)) / 4,
-        "mismatch/logp_absdiff": log2 / 2, "mismatch/logp_absdiff_max": log2,
-        "mismatch/rho_mean": 4.5 / 4, "mismatch/rho_max": 2.0,
-        "mismatch/k3_engine": 0.5 / 4,
+        "mismatch/logp_absdiff": 3 * log2 / 4, "mismatch/logp_absdiff_max": 2 * log2,
+        "mismatch/rho_mean": 4.25 / 4, "mismatch/rho_max": 2.0,
+        "mismatch/k3_engine": (0.25 + log2) / 4,
     }  # fmt: skip
     assert credit.sums.values() == pytest.approx(expected, abs=1e-6)
     assert credit.sums.sums["clip/hard_pos"] == (1.0, 2.0)
