@@ -43,29 +43,28 @@ class RayFleet:
         await asyncio.gather(*(w.actor.submit.remote(requests[w.name]) for w in self.workers if requests[w.name]))
 
     async def next_finished(self) -> list[Finished]:
-        finished = asyncio.create_task(self._finished.get())
-        waiting: list[asyncio.Future[Any]] = [finished, *self._streams]
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for stream in self._streams:
-            if stream.done():
-                finished.cancel()
-                stream.result()  # raises what ended it
-                raise RuntimeError("a rollout worker's stream of groups ended while the run goes on")
-        return finished.result()
+        return await self._or_stream_error(asyncio.create_task(self._finished.get()))
 
     async def evaluate(self, visits: Sequence[Visit]) -> list[Finished]:
         """The groups of evaluation visits, in the order asked. They never reach ``next_finished``."""
         loop = asyncio.get_running_loop()
         self._evaluated |= {visit: loop.create_future() for visit in visits}
         await self.submit(visits)
-        waiting = asyncio.gather(*(self._evaluated[visit] for visit in visits))
-        await asyncio.wait({waiting, *self._streams}, return_when=asyncio.FIRST_COMPLETED)
-        for stream in self._streams:
-            if stream.done():
-                stream.result()
+        finished = await self._or_stream_error(asyncio.gather(*(self._evaluated[visit] for visit in visits)))
         for visit in visits:
             del self._evaluated[visit]
-        return waiting.result()
+        return finished
+
+    async def _or_stream_error(self, wanted: asyncio.Future[list[Finished]]) -> list[Finished]:
+        """The wanted result, or what ended a worker's stream before it came."""
+        waiting: set[asyncio.Future[Any]] = {wanted, *self._streams}
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for stream in self._streams:
+            if stream.done():
+                wanted.cancel()
+                stream.result()
+                raise RuntimeError("a rollout worker's stream of groups ended while the run goes on")
+        return wanted.result()
 
     async def cancel(self, visits: Sequence[Visit]) -> None:
         dropped = set(visits)
