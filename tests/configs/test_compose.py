@@ -119,7 +119,7 @@ WRONG_TYPE = {
     "algorithm.params=3": "algorithm.params: 3 is not a mapping by name; example: algorithm.params.NAME=...",
     "rollout=3": "rollout: 3 is not a mapping; set its own keys, such as rollout.num_workers=...",
     "reward.parts.x=exact_integer": "reward.parts.x: 'exact_integer' is not a mapping; set its own keys, such as reward.parts.x.function=...",
-    "model.embedded.digit_weights=3": "model.embedded.digit_weights: 3 is not a list; example: model.embedded.digit_weights=[1.0, 4.0, 2.0]",
+    "model.embedded.digit_weights=3": "model.embedded.digit_weights: 3 is not a list; example: model.embedded.digit_weights=[2.0, 6.0, 2.0]",
     "model.embedded.digit_weights=[1,b,1]": "model.embedded.digit_weights[1]: 'b' is not a number",
     "data.sources={1: {kind: jsonl}}": "data.sources: the name 1 is not a text; quote it",
     "steps.x=1": "steps: {'x': 1} is not a whole number",
