@@ -27,9 +27,17 @@ WARM_UP_STEPS = 5
 def run_job(folder: Path, steps: int) -> dict[str, float]:
     """Median seconds of each stage of the embedded job. Nothing is dropped, so the floor sees the same prompts and tokens."""
     limen = Path(sys.executable).with_name("limen")
-    overrides = ["selection=none", "rollout.record=true", "evaluation.before=false", "evaluation.after=false", "checkpoint.every=0"]
+    overrides = [
+        "selection=none",
+        "rollout.record=true",
+        "evaluation.before=false",
+        "evaluation.after=false",
+        "checkpoint.every=0",
+    ]
     subprocess.run(
-        [limen, "train", f"steps={steps}", f"run_dir={folder}", "log.console=off", *overrides], check=True, stdout=subprocess.DEVNULL
+        [limen, "train", f"steps={steps}", f"run_dir={folder}", "log.console=off", *overrides],
+        check=True,
+        stdout=subprocess.DEVNULL,
     )
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][WARM_UP_STEPS:]
     names = [f"time/{name}_s" for name in ("step", "generate", "prepare", "train", "push")]

@@ -1,0 +1,127 @@
+"""Numbers of the driver: pass@k, histograms, evaluations; and what reaches a terminal."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from statistics import fmean
+
+import numpy as np
+import pytest
+
+from orchestrator.console import printable
+from orchestrator.evaluation import choose_prompts, summarize
+from orchestrator.job import ShufflingScorer
+from orchestrator.metrics import num_with_signal, pass_at_k, pass_rate_histogram, step_metrics
+from orchestrator.stages import Address, Batch, Scored, StepOutcome
+from rollout.records import GroupMeta, Outcome, Prompt, Purpose, Score, Status, Visit, sampling_seed
+
+
+def score(value, status=Status.OK):
+    ok = status is Status.OK
+    return Score(status, Outcome.NONE, value if ok else None, value if ok else None, {}, None, 0.0, "")
+
+
+def scored(prompt_id, *values, purpose=Purpose.TRAIN):
+    meta = GroupMeta(Visit(prompt_id, 0, purpose), "w", 3, (2,) * len(values), (2,) * len(values), 0, 0, 0, 0, 0.0)
+    return Scored(meta, Address(None, 0), tuple(v if isinstance(v, Score) else score(v) for v in values))
+
+
+PROMPTS = {
+    name: Prompt(name, "arithmetic", stratum, name, np.array([1], np.int32), 0, None)
+    for name, stratum in [("a", "easy"), ("b", "hard"), ("c", "hard")]
+}
+
+
+@pytest.mark.parametrize(("n", "right"), [(4, 0), (4, 1), (4, 3), (6, 2), (5, 5)])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n, right):
+    samples = [1] * right + [0] * (n - right)
+    for k in range(1, n + 1):
+        subsets = list(itertools.combinations(samples, k))
+        assert math.isclose(pass_at_k(n, right, k), sum(map(max, subsets)) / len(subsets))
+
+
+def test_evaluation_means_over_prompts_and_leaves_failed_verifiers_out():
+    failed = score(0, Status.TIMEOUT)
+    result = summarize(
+        [scored("a", 1.0, 1.0, 0.0, 1.0), scored("b", 0.0, 0.0, 0.0, 1.0), scored("c", failed, failed, failed, 1.0)],
+        PROMPTS,
+        num_samples=4,
+        version=3,
+    )
+    assert result.pass_at[1] == pytest.approx(fmean([0.75, 0.25, 1.0]))
+    assert result.pass_at[2] == pytest.approx(fmean([1.0, 0.5]))  # c has one valid sample: it cannot be judged at k = 2
+    assert result.pass_at[4] == 1.0
+    assert result.pass_at_1_by_stratum == {"easy": 0.75, "hard": pytest.approx(0.625)}
+    assert result.num_failed == 3
+    assert result.metrics()["eval/pass@1/hard"] == pytest.approx(0.625)
+
+
+def test_the_histogram_tells_never_and_always_apart():
+    seen = [scored("a", *([1.0] * right + [0.0] * (8 - right))) for right in (0, 0, 1, 7, 8)]
+    assert pass_rate_histogram(seen) == "pass rates of 5 groups: 0: 2, 1/8-2/8: 1, 7/8-8/8: 1, 1: 1"
+
+
+def test_step_metrics_of_a_worked_step():
+    seen = (scored("a", 1.0, 0.0), scored("b", 0.0, 0.0), scored("c", 1.0, 1.0))
+    batch = Batch(step=1, version=0, groups=())
+    outcome = StepOutcome(
+        batch, seen, {"zero_variance_solved": 1, "zero_variance_unsolved": 1, "surplus": 2}, {"time/step_s": 0.5}
+    )
+    metrics = step_metrics(outcome, PROMPTS)
+    assert metrics["reward/mean"] == 0.5
+    assert metrics["group/solve_none"] == metrics["group/solve_all"] == pytest.approx(1 / 3)
+    assert metrics["pass_rate/easy"] == 0.5
+    assert metrics["pass_rate/hard"] == 0.5
+    assert num_with_signal(outcome) == 1, "a surplus group was never seen by selection"
+    assert metrics["eff/prompt_frac"] == pytest.approx(1 / 3)
+    assert metrics["time/tokens_per_s"] == 24.0
+    assert metrics["drop/surplus"] == 2
+
+
+def test_held_out_prompts_are_cut_by_stratum():
+    class Config:
+        max_prompts_per_stratum = 1
+
+    assert [p.id for p in choose_prompts(list(PROMPTS.values()), Config)] == ["a", "b"]
+
+
+async def test_shuffled_scores_stay_in_their_group_and_repeat():
+    class Inner:
+        async def score(self, finished):
+            return finished
+
+    values = [float(i) for i in range(8)]
+    groups = [scored("a", *values), scored("b", *values), scored("a", *values, purpose=Purpose.EVAL)]
+    first, second, evaluated = await ShufflingScorer(Inner(), 0).score(groups)
+    for item in (first, second):
+        assert sorted(s.value for s in item.scores) == values
+        assert [s.value for s in item.scores] != values
+    assert [s.value for s in first.scores] != [s.value for s in second.scores]
+    assert evaluated is groups[2], "an evaluation is never shuffled"
+    assert await ShufflingScorer(Inner(), 0).score(groups[:1]) == [first]
+
+
+def test_seeds_are_apart_for_everything_that_names_a_completion():
+    visits = [Visit(p, n, purpose) for p in ("a", "a1", "b") for n in (0, 1) for purpose in Purpose]
+    seeds = [sampling_seed(run, visit, i) for run in (0, 1) for visit in visits for i in range(4)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert sampling_seed(0, visits[0], 0) == sampling_seed(0, Visit("a", 0, Purpose("train")), 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("[/path] a[0] [bold]x[/]", "[/path] a[0] [bold]x[/]"),
+        ("\x1b[31mred", "\\x1b[31mred"),
+        ("a\0b", "a\\x00b"),
+        ("half \ud800", "half \\ud800"),
+        ("\u202eright to left", "\\u202eright to left"),
+        ("\\frac{1}{2}", "\\frac{1}{2}"),
+    ],
+)
+def test_completions_are_shown_literally_or_escaped(text, shown):
+    """B174, B176."""
+    assert printable(text) == shown
+    assert printable("x" * 10**6).endswith("(998000 more characters)")
