@@ -111,6 +111,11 @@ def pair(request, ray_instance):
         ray.kill(actor)
 
 
+async def push_and_prove(pusher):
+    await pusher.push(11)
+    await pusher.prove()
+
+
 async def test_engine_and_learner_agree_after_every_push(pair):
     learner, pusher = pair
     with pytest.raises(RunStopped, match="rollout-0 does not run the weights it was sent"):
@@ -135,8 +140,7 @@ async def test_sabotage_is_caught(pair, lie, words):
     await learner.tell.remote(lie)
     await learner.nudge.remote(1.01)
     with pytest.raises(RunStopped, match=words):
-        await pusher.push(11)
-        await pusher.prove()
+        await push_and_prove(pusher)
     await learner.tell.remote("none")
     await pusher.push(12)
     await pusher.prove()
