@@ -14,7 +14,7 @@ from typing import Any
 from configs.build import schema_keys
 from configs.errors import ConfigError, did_you_mean
 from configs.paths import BUILT_IN
-from configs.schema import Config, Dtype, KlKind, Placement, Reference, SourceKind
+from configs.schema import Config, Dtype, KlKind, LastBatch, Placement, Reference, SourceKind
 
 GROUP_RELATIVE = {"grpo"}  # advantages that compare the members of a group
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -154,6 +154,11 @@ def _check_rollout(config: Config) -> None:
         raise ConfigError(
             f"rollout.max_lag={rollout.max_lag}: cluster.placement=colocated takes turns on the same devices; "
             "rollout.max_lag=0 works, or cluster.placement=split"
+        )
+    if rollout.max_lag > 0 and config.data.last_batch is LastBatch.keep:
+        raise ConfigError(
+            f"data.last_batch=keep, rollout.max_lag={rollout.max_lag}: above lag 0 a batch has no epoch of its own to end with; "
+            "data.last_batch=wrap or drop works, or rollout.max_lag=0"
         )
     bound = rollout.max_visits_per_step
     if bound is not None and bound < config.batch.groups_per_step:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ import ray
 from configs.schema import RewardConfig
 from rewards.contract import RewardItem
 from rewards.pool import RewardPool
-from rollout.engine import Engine, GroupRequest, Health, SwapReport, TokenScores
+from rollout.engine import Engine, EngineError, GroupRequest, Health, SwapReport, TokenScores
 from rollout.records import Group, GroupMeta, Score, ScoredGroup, Visit, describe_group
 from rollout.weights import Bucket, Manifest
 
@@ -37,7 +38,7 @@ class RolloutActor:
     def __init__(self, module: str, spec: dict[str, Any]) -> None:
         """``module`` holds EngineSpec and make_engine; ``spec`` are the fields of the former."""
         self._engine: Engine = _resolve(f"{module}:make_engine")(_resolve(f"{module}:EngineSpec")(**spec))
-        self._closed = False
+        self._closed = threading.Event()
 
     def facts(self) -> dict[str, Any]:
         return process_facts()
@@ -47,8 +48,13 @@ class RolloutActor:
 
     def groups(self) -> Iterator[list[GroupMeta] | list[Group]]:
         """A stream of pairs: the small records of some groups, then the groups. The caller owns both."""
-        while not self._closed:
-            groups = self._engine.poll(timeout_s=0.5)
+        while not self._closed.is_set():
+            try:
+                groups = self._engine.poll(timeout_s=0.5)
+            except EngineError:
+                if self._closed.is_set():  # it was closed while we waited
+                    return
+                raise
             if groups:
                 yield [describe_group(group) for group in groups]
                 yield groups
@@ -69,7 +75,7 @@ class RolloutActor:
         return self._engine.health()
 
     def close(self) -> None:
-        self._closed = True
+        self._closed.set()
         self._engine.close()
 
 

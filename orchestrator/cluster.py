@@ -19,6 +19,7 @@ import configs
 from configs.schema import ClusterConfig, Config
 from orchestrator.errors import RunStopped
 
+SMALLEST_BOOKS = 4  # CPUs in the books of a private instance, however few cores there are
 TINY_MODEL_PARAMETERS = 10_000_000  # below this a second thread costs more in barriers than it computes
 
 
@@ -79,8 +80,8 @@ class Cluster:
 def start_cluster(config: ClusterConfig, demand: Demand) -> Cluster:
     """Joins or starts Ray. Raises RunStopped with asked and available numbers where the demand cannot be met.
 
-    A private instance may carry two single-threaded actors a core, since at lag 0 engine and learner work in turn; a number
-    given as ``cluster.num_cpus``, and a joined instance, are taken at their word.
+    A private instance may carry two single-threaded actors a core (and four on one core), since at lag 0 engine and learner work
+    in turn; a number given as ``cluster.num_cpus``, and a joined instance, are taken at their word.
     """
     address = _address(config)
     os.environ.setdefault("RAY_worker_niceness", "0")  # read by the raylet when it starts, so before init
@@ -91,7 +92,9 @@ def start_cluster(config: ClusterConfig, demand: Demand) -> Cluster:
         cluster = Cluster(address=address, joined=True)
     else:
         cores = usable_cpus()
-        books = config.num_cpus if config.num_cpus is not None else max(cores, min(demand.num_cpus, 2 * cores))
+        books = (
+            config.num_cpus if config.num_cpus is not None else max(cores, min(demand.num_cpus, max(SMALLEST_BOOKS, 2 * cores)))
+        )
         _init(address="local", num_cpus=books, include_dashboard=False, **common)
         cluster = Cluster(address="private", joined=False)
     available = ray.cluster_resources()

@@ -22,7 +22,7 @@ from orchestrator.errors import RunStopped
 from orchestrator.evaluation import choose_prompts, evaluate
 from orchestrator.fleet import RayFleet, RayScorer
 from orchestrator.job import Job, close_actors, make_reward_actor, make_rollout_worker
-from orchestrator.material import ASKED, Material, engine_spec, gather_material, request_maker
+from orchestrator.material import ASKED, Material, engine_spec, gather_material, quiet_libraries, request_maker
 from orchestrator.run_folder import make_run_folder
 from orchestrator.waits import DeadlinePassed, Waits
 from rollout.records import Purpose, Visit
@@ -32,6 +32,7 @@ EXIT_SIGINT, EXIT_SIGTERM = 130, 143
 
 def build_model(config: Config) -> int:
     """Builds the base model, or finds it in the cache, and prints its folder."""
+    quiet_libraries()
     started = time.monotonic()
     folder = base_model_path(config.model, progress=print)
     print(f"model folder: {folder} ({time.monotonic() - started:.1f} s)")

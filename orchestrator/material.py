@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from configs.schema import Config, RolloutConfig, Seeds
 from learner.warm_start import base_model_path
@@ -38,6 +40,7 @@ class Material:
 
 def gather_material(config: Config, say: Callable[[str], None]) -> Material:
     """Builds or finds the base model and loads the prompts. Raises DataError, ConfigError, ModelError."""
+    quiet_libraries()
     path = str(base_model_path(config.model, progress=say))
     tokenizer = load_tokenizer(path, config.model.trust_remote_code)
     prompts = load_prompts(config.data, tokenizer, list(config.reward.parts))
@@ -50,6 +53,14 @@ def gather_material(config: Config, say: Callable[[str], None]) -> Material:
         num_parameters=count_parameters(path, trust_remote_code=config.model.trust_remote_code),
         num_gpus=torch.cuda.device_count(),
     )
+
+
+def quiet_libraries() -> None:
+    """Keeps the libraries' bars and notices off the terminal; what matters of them is an error and comes as one."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, which transformers imports, tells what it did not find
 
 
 def ask_prompts(questions: Sequence[str], config: Config, tokenizer: Any) -> list[Prompt]:

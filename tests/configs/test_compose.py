@@ -37,7 +37,7 @@ def own(tmp_path: Path):
 
 def test_the_defaults_are_the_embedded_job():
     config = load_config([])
-    assert (config.model.path, config.steps, config.batch.groups_per_step, config.batch.group_size) == ("embedded", 400, 64, 8)
+    assert (config.model.path, config.steps, config.batch.groups_per_step, config.batch.group_size) == ("embedded", 150, 32, 8)
     assert config.learner.optimizer.learning_rate == 3e-4
     assert config.reward.parts == {"exact_integer": RewardPart(function="exact_integer")}
     assert config.data.sources["arithmetic"].params == {"max_digits": 3}
@@ -119,7 +119,7 @@ WRONG_TYPE = {
     "algorithm.params=3": "algorithm.params: 3 is not a mapping by name; example: algorithm.params.NAME=...",
     "rollout=3": "rollout: 3 is not a mapping; set its own keys, such as rollout.num_workers=...",
     "reward.parts.x=exact_integer": "reward.parts.x: 'exact_integer' is not a mapping; set its own keys, such as reward.parts.x.function=...",
-    "model.embedded.digit_weights=3": "model.embedded.digit_weights: 3 is not a list; example: model.embedded.digit_weights=[2.0, 6.0, 2.0]",
+    "model.embedded.digit_weights=3": "model.embedded.digit_weights: 3 is not a list; example: model.embedded.digit_weights=[2.0, 6.0, 3.0]",
     "model.embedded.digit_weights=[1,b,1]": "model.embedded.digit_weights[1]: 'b' is not a number",
     "data.sources={1: {kind: jsonl}}": "data.sources: the name 1 is not a text; quote it",
     "steps.x=1": "steps: {'x': 1} is not a whole number",
@@ -234,7 +234,7 @@ def test_the_working_directory_is_not_read(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "configs" / "config.yaml").write_text("steps: 1\n")
     monkeypatch.chdir(tmp_path)
     config = load_config([])
-    assert (config.steps, config.algorithm.name) == (400, "aspo")
+    assert (config.steps, config.algorithm.name) == (150, "aspo")
 
 
 def test_relative_paths_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
