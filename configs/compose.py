@@ -43,7 +43,8 @@ def load_config(overrides: Sequence[str], config_dir: Path | None = None) -> Con
 
     Args:
         overrides: in Hydra's grammar: ``group=file`` picks a YAML, ``key=value`` sets one key, ``~key`` removes one from a map.
-            With ``resume=RUN_DIR`` among them they apply to the configuration stored with that run.
+            With ``resume=RUN_DIR`` among them, or ``checkpoint_dir`` in a run's folder, they apply to the configuration stored
+            with that run.
         config_dir: a folder of the user's own YAML groups.
 
     Raises:
@@ -53,7 +54,7 @@ def load_config(overrides: Sequence[str], config_dir: Path | None = None) -> Con
     files = _yaml_files(config_dir)
     picks = [o for o in parsed if o.key_or_group in files and (o.is_delete() or isinstance(o.value(), (str, type(None))))]
     keys = [o for o in parsed if o not in picks]
-    stored = next((Path(str(o.value())) for o in keys if o.key_or_group == "resume" and o.value() is not None), None)
+    stored = _stored_run(keys)
     config = _compose(picks, files, config_dir) if stored is None else _read_stored(stored, picks)
     for override in keys:
         _apply(config, override)
@@ -134,9 +135,21 @@ def _compose(picks: list[Override], files: Mapping[str, list[str]], config_dir: 
     return config
 
 
+def _stored_run(keys: list[Override]) -> Path | None:
+    """The run whose stored configuration is the base: the one resumed, or the one that made the checkpoint asked for."""
+    values = {o.key_or_group: Path(str(o.value())).expanduser() for o in keys if not o.is_delete() and o.value() is not None}
+    if "resume" in values:
+        return values["resume"]
+    checkpoint = values.get("checkpoint_dir")
+    if checkpoint is None:
+        return None
+    runs = [folder for folder in (checkpoint, *checkpoint.absolute().parents[:3]) if (folder / "checkpoints").is_dir()]
+    return next((folder for folder in runs if (folder / "config.yaml").is_file()), None)
+
+
 def _read_stored(folder: Path, picks: list[Override]) -> DictConfig:
     if picks:
-        raise ConfigError(f"{picks[0].input_line}: a resumed run keeps its files; set single keys, such as steps=800")
+        raise ConfigError(f"{picks[0].input_line}: a stored run keeps its files; set single keys, such as steps=800")
     path = folder / "config.yaml"
     if not path.is_file():
         raise ConfigError(f"resume: {str(path)!r} does not exist; give the folder of a run")

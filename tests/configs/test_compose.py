@@ -63,6 +63,16 @@ UNKNOWN = {
 }
 
 
+def test_a_checkpoint_brings_the_configuration_of_its_run(tmp_path: Path):
+    """`limen eval checkpoint_dir=...` asks the run's own prompts with its own template; a model folder elsewhere has none."""
+    model = tmp_path / "run" / "checkpoints" / "step-000004" / "model"
+    model.mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text(dump_config(load_config(["rollout.max_new_tokens=11"]), redact=True))
+    for folder in (tmp_path / "run", model.parent, model):
+        assert load_config([f"checkpoint_dir={folder}"]).rollout.max_new_tokens == 11
+    assert load_config([f"checkpoint_dir={tmp_path}"]).rollout.max_new_tokens == 6
+
+
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
 @pytest.mark.parametrize("override", UNKNOWN)
 def test_an_unknown_key_is_named_with_the_nearest(override: str, prefix: str):
@@ -268,7 +278,7 @@ def test_a_stored_run_is_read_back_and_changed_by_key(tmp_path: Path):
     again = load_config([f"resume={tmp_path}", "steps=800"])
     expected = to_plain(first) | {"resume": str(tmp_path), "steps": 800}
     assert to_plain(again) == expected
-    assert error_of(f"resume={tmp_path}", "algorithm=aspo").startswith("algorithm=aspo: a resumed run keeps its files")
+    assert error_of(f"resume={tmp_path}", "algorithm=aspo").startswith("algorithm=aspo: a stored run keeps its files")
 
 
 @pytest.mark.parametrize("group", shipped_files())
