@@ -6,12 +6,16 @@ order as it stands at the start of the step, so the picks of a step do not depen
     picked -> kept -> trained
        |        +---> dropped(reason)
        +------------> dropped(reason)
-       +------------> queued again (lost with its worker), keeps its number, is picked first
+       +------------> queued again (lost with its worker, or surplus), keeps its number, is picked first
+
+A surplus visit is queued again, not dropped: which visits beyond a full batch were asked depends on what finished first, and
+dropping them would let the clock decide which prompts a run sees.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+import bisect
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -81,8 +85,8 @@ class Ledger:
         self._num_picks = 0  # picks made so far; a visit queued again is picked under its old place
         self._epoch_order: tuple[int, np.ndarray[Any, Any]] | None = None
         self._open: dict[Visit, tuple[Pick, State]] = {}
-        self._again: deque[Pick] = deque()
-        self.counts: Counter[str] = Counter()  # picked, kept, trained, requeued, dropped/<reason>
+        self._again: list[Pick] = []  # in the order of their picks
+        self.counts: Counter[str] = Counter()  # picked, kept, trained, dropped/<reason>, requeued/<reason>
 
     @property
     def num_open(self) -> int:
@@ -112,7 +116,7 @@ class Ledger:
 
     def pick(self, count: int) -> list[Pick]:
         """The next ``count`` visits of the order, those queued again first."""
-        picks = [self._again.popleft() for _ in range(min(count, len(self._again)))]
+        picks, self._again = self._again[:count], self._again[count:]
         picks += [self._new_pick() for _ in range(count - len(picks))]
         for pick in picks:
             self._open[pick.visit] = (pick, State.PICKED)
@@ -148,11 +152,11 @@ class Ledger:
             del self._open[visit]
         self.counts["trained"] += len(visits)
 
-    def requeue(self, visit: Visit) -> None:
-        """It was lost before its group came back; it keeps its number and its place, and is picked first."""
-        self._again.append(self._state(visit, State.PICKED))
+    def requeue(self, visit: Visit, reason: str) -> None:
+        """Its group is lost or surplus; it keeps its number and its place in the order, and is picked before new visits."""
+        bisect.insort(self._again, self._state(visit, State.PICKED, State.KEPT), key=lambda pick: pick.order)
         del self._open[visit]
-        self.counts["requeued"] += 1
+        self.counts[f"requeued/{reason}"] += 1
 
     def _state(self, visit: Visit, *allowed: State) -> Pick:
         if visit not in self._open:
@@ -182,6 +186,6 @@ class Ledger:
             )
         self._num_picks = state["num_picks"]
         self._num_visits = Counter(state["num_visits"])
-        self._again = deque(Pick(order, Visit(prompt_id, number, Purpose.TRAIN)) for order, prompt_id, number in state["again"])
+        self._again = [Pick(order, Visit(prompt_id, number, Purpose.TRAIN)) for order, prompt_id, number in state["again"]]
         self._open = {}
         self.counts = Counter(state["counts"])

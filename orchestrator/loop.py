@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from configs.schema import DeadlinesConfig, WhenShort
 from learner.selection import Decision
@@ -32,7 +33,7 @@ from orchestrator.ledger import Ledger, Pick
 from orchestrator.metrics import pass_rate_histogram, status_counts
 from orchestrator.stages import Batch, Finished, Kept, Scored, StepOutcome
 from orchestrator.waits import Waits
-from rollout.records import Score, Status, Visit
+from rollout.records import GroupMeta, Score, Status, Visit
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,16 @@ class LoopSettings:
     max_failed_share: float
     num_steps: int
     deadlines: DeadlinesConfig
+
+
+class Asked(NamedTuple):
+    """A visit under way. A surplus visit is asked twice; a group made before the second asking is not its answer."""
+
+    pick: Pick
+    version: int
+
+    def answered_by(self, meta: GroupMeta) -> bool:
+        return meta.min_version >= self.version
 
 
 class Loop:
@@ -70,7 +81,7 @@ class Loop:
         self.step = step
         self.version = version
         self.between_steps = True  # the learner's weights are those of ``version``
-        self._running: dict[Visit, Pick] = {}  # asked of an engine, or being scored
+        self._running: dict[Visit, Asked] = {}  # asked of an engine, or being scored
         self._buffer: dict[int, Kept] = {}  # kept groups by pick order
         self._progress = asyncio.Event()  # a group was kept or dropped, or the run is to stop
         self._stopping = False
@@ -132,7 +143,7 @@ class Loop:
     async def _produce(self) -> None:
         picks = self._ledger.pick(0 if self._stopping else self._room())
         self._num_picked += len(picks)
-        self._running |= {pick.visit: pick for pick in picks}
+        self._running |= {pick.visit: Asked(pick, self.version) for pick in picks}
         if picks:
             await self._fleet.submit([pick.visit for pick in picks])
 
@@ -145,7 +156,7 @@ class Loop:
                 scoring.create_task(self._score(finished))
 
     async def _score(self, finished: Sequence[Finished]) -> None:
-        wanted = [item for item in finished if item.meta.visit in self._running]  # the rest was cancelled
+        wanted = [item for item in finished if self._wants(item.meta)]  # the rest was cancelled
         if not wanted:
             return
         scored = await self._waits.wait(
@@ -156,10 +167,14 @@ class Loop:
         await self._produce()
         self._progress.set()
 
+    def _wants(self, meta: GroupMeta) -> bool:
+        asked = self._running.get(meta.visit)
+        return asked is not None and asked.answered_by(meta)
+
     def _settle(self, scored: Scored) -> None:
-        pick = self._running.pop(scored.meta.visit, None)
-        if pick is None:
+        if not self._wants(scored.meta):
             return
+        pick = self._running.pop(scored.meta.visit).pick
         self._seen.append(scored)
         decision = self._select(scored.scores)
         if decision.reason is not None:
@@ -200,7 +215,7 @@ class Loop:
         """At lag 0 the first kept visits in pick order, whatever finished first; above it those that are there."""
         orders = sorted(self._buffer)
         if self._settings.max_lag == 0 and self._running:
-            first_running = min(pick.order for pick in self._running.values())
+            first_running = min(asked.pick.order for asked in self._running.values())
             orders = [order for order in orders if order < first_running]
         return [self._buffer[order] for order in orders[: self._settings.groups_per_step]]
 
@@ -208,12 +223,13 @@ class Loop:
         for kept in groups:
             del self._buffer[kept.pick.order]
         if self._settings.max_lag == 0:
-            surplus = [*self._running.values(), *(kept.pick for kept in self._buffer.values())]
+            surplus = [*(asked.pick for asked in self._running.values()), *(kept.pick for kept in self._buffer.values())]
             await self._fleet.cancel(list(self._running))
             self._running.clear()
             self._buffer.clear()
             for pick in surplus:
-                self._drop(pick, "surplus")
+                self._ledger.requeue(pick.visit, "surplus")
+                self._dropped["surplus"] += 1
         self._check_verifiers()
         limit = self._settings.max_token_lag
         late = [kept for kept in groups if limit is not None and self.version - kept.scored.meta.min_version > limit]

@@ -102,9 +102,12 @@ def test_states_are_guarded():
 def test_a_requeued_visit_keeps_number_and_place():
     ledger = make()
     picks = ledger.pick(3)
-    ledger.requeue(picks[1].visit)
-    assert ledger.num_open == 2
-    assert ledger.pick(2)[0] == picks[1]
+    ledger.keep(picks[0].visit)
+    ledger.requeue(picks[1].visit, "lost")
+    ledger.requeue(picks[0].visit, "surplus")
+    assert ledger.num_open == 1
+    assert ledger.pick(3)[:2] == picks[:2]
+    assert ledger.counts == {"picked": 4, "kept": 1, "requeued/lost": 1, "requeued/surplus": 1}
 
 
 @given(st.data())
