@@ -10,6 +10,7 @@ checkpoints/step-000050/
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -62,14 +63,18 @@ async def write_checkpoint(parent: Path, state: dict[str, Any], save: Callable[[
     (partial / "learner").mkdir(parents=True)
     (partial / "model").mkdir()
     await save(partial / "learner", partial / "model")
+    await asyncio.to_thread(_seal, partial, folder, state)  # gigabytes are digested: not in the event loop
+    for old in _whole_folders(parent)[:-keep_last]:
+        await asyncio.to_thread(shutil.rmtree, old)
+    return folder
+
+
+def _seal(partial: Path, folder: Path, state: dict[str, Any]) -> None:
     write_json(partial / "state.json", state)
     write_json(partial / MANIFEST, {"step": state["step"], "files": _describe_files(partial)})
     _sync_folder(partial)
     partial.rename(folder)
-    _sync_folder(parent)
-    for old in _whole_folders(parent)[:-keep_last]:
-        shutil.rmtree(old)
-    return folder
+    _sync_folder(folder.parent)
 
 
 def find_checkpoint(run_dir: Path, log: Callable[[str], None]) -> Checkpoint:

@@ -33,11 +33,12 @@ from orchestrator.push import RayPusher
 from orchestrator.recorder import Recorder
 from orchestrator.run_folder import write_json
 from orchestrator.stages import Batch, Finished, Scored, StepOutcome
-from orchestrator.waits import DeadlinePassed, Waits
+from orchestrator.waits import DeadlinePassed, LoopLag, Waits
 from rollout.engine import engine_environment
 from rollout.records import Purpose, Score, sampling_seed
 
 DEFAULT_BATCHES_PER_STEP = 8  # bound on the visits of a step where rollout.max_visits_per_step is not set
+LOOP_LAG_ALARM_S = 0.5  # the driver was busy for so long that it held up the stages
 PROOF_ROWS = 4  # of at most 64 tokens: the fixed tokens of the first push's proof
 
 
@@ -169,6 +170,7 @@ class Job:
             version=self._version,
         )
         self._loop = loop
+        self._lag = LoopLag()
         try:
             reason = await loop.run()
         except Exception:
@@ -177,6 +179,7 @@ class Job:
             raise
         finally:
             self._loop = None
+            self._lag.close()
         await self._save()
         if reason != "stopped" and config.evaluation.after:
             await self._evaluate("after training")
@@ -204,7 +207,7 @@ class Job:
         """Observer of the loop: metrics, samples, evaluation and checkpoint where they are due."""
         self._step = step = outcome.batch.step
         self._version = outcome.batch.version + bool(outcome.batch.groups)
-        metrics = outcome.metrics | step_metrics(outcome, self._material.by_id)
+        metrics = outcome.metrics | step_metrics(outcome, self._material.by_id) | {"time/loop_lag_s": self._lag.take()}
         for name in ("generate", "prepare", "train", "push"):
             self._seconds[name] += metrics.get(f"time/{name}_s", 0.0)
         await self._recorder.groups(outcome)
@@ -222,6 +225,8 @@ class Job:
         self._recorder.event(name, **fields)
 
     def _warn(self, step: int, metrics: dict[str, float]) -> None:
+        if metrics["time/loop_lag_s"] > LOOP_LAG_ALARM_S:
+            self.event("loop_lag", step=step, lag_s=metrics["time/loop_lag_s"])
         if metrics.get("len/trunc_frac", 0.0) == 1.0 and step <= self._first_step + 2:
             self.view.line(
                 f"warning: every completion of step {step} ran into rollout.max_new_tokens={self.config.rollout.max_new_tokens}: "

@@ -67,3 +67,27 @@ class Waits:
             task.cancel()
             raise DeadlinePassed(wait, self.open())
         return task.result()
+
+
+class LoopLag:
+    """How late the event loop wakes a task: what keeps the driver busy keeps every stage waiting."""
+
+    INTERVAL_S = 0.05
+
+    def __init__(self) -> None:
+        self._worst = 0.0
+        self._task = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while True:
+            asked = time.monotonic()
+            await asyncio.sleep(self.INTERVAL_S)
+            self._worst = max(self._worst, time.monotonic() - asked - self.INTERVAL_S)
+
+    def take(self) -> float:
+        """The longest lag since the last call, in seconds."""
+        worst, self._worst = self._worst, 0.0
+        return worst
+
+    def close(self) -> None:
+        self._task.cancel()

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from orchestrator.waits import DeadlinePassed, Waits
+from orchestrator.waits import DeadlinePassed, LoopLag, Waits
 
 
 async def test_a_result_comes_through_and_nothing_stays_registered():
@@ -55,3 +55,14 @@ async def test_a_passed_deadline_cancels_the_work():
     with pytest.raises(DeadlinePassed):
         await Waits().wait(stuck(), owner="a", name="b", deadline_s=0.05)
     await asyncio.wait_for(cancelled.wait(), 1)
+
+
+async def test_a_busy_event_loop_shows():
+    lag = LoopLag()
+    await asyncio.sleep(0.15)
+    lag.take()
+    time.sleep(0.4)  # what must not happen in the driver
+    await asyncio.sleep(0.1)
+    assert 0.2 < lag.take() < 2
+    assert lag.take() == 0.0
+    lag.close()
