@@ -112,11 +112,6 @@ class Aggregation(Enum):
     token_sum_norm = "token_sum_norm"
 
 
-class Placement(Enum):
-    split = "split"
-    colocated = "colocated"
-
-
 class Console(Enum):
     auto = "auto"
     live = "live"
@@ -349,7 +344,6 @@ class ClusterConfig:
         "auto",
         "`auto` joins where RAY_ADDRESS is set or inside a Ray job, else starts a private instance; `local` always starts one; or an address",
     )
-    placement: Placement = knob(Placement.split, "engines and learner on devices of their own, or in turn on the same")
     num_cpus: int | None = knob(None, "CPUs of a private instance; without one, those this process may use")
 
 

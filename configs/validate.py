@@ -14,7 +14,7 @@ from typing import Any
 from configs.build import schema_keys
 from configs.errors import ConfigError, did_you_mean
 from configs.paths import BUILT_IN
-from configs.schema import Config, Dtype, KlKind, LastBatch, Placement, Reference, SourceKind
+from configs.schema import Config, Dtype, KlKind, LastBatch, Reference, SourceKind
 
 GROUP_RELATIVE = {"grpo"}  # advantages that compare the members of a group
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -150,15 +150,15 @@ def _check_rollout(config: Config) -> None:
             f"rollout.max_model_tokens={rollout.max_model_tokens} is less than data.max_prompt_tokens={prompt} + "
             f"rollout.max_new_tokens={rollout.max_new_tokens}; rollout.max_model_tokens={longest} works"
         )
-    if rollout.max_lag and config.cluster.placement is Placement.colocated:
-        raise ConfigError(
-            f"rollout.max_lag={rollout.max_lag}: cluster.placement=colocated takes turns on the same devices; "
-            "rollout.max_lag=0 works, or cluster.placement=split"
-        )
     if rollout.max_lag > 0 and config.data.last_batch is LastBatch.keep:
         raise ConfigError(
             f"data.last_batch=keep, rollout.max_lag={rollout.max_lag}: above lag 0 a batch has no epoch of its own to end with; "
             "data.last_batch=wrap or drop works, or rollout.max_lag=0"
+        )
+    if rollout.max_lag > 0 and rollout.oversample > 1:
+        raise ConfigError(
+            f"rollout.oversample={rollout.oversample:g}, rollout.max_lag={rollout.max_lag}: above lag 0 every dropped group makes room "
+            "at once and the engines stay full, so more open visits only make tokens older than max_lag; rollout.oversample=1 works"
         )
     bound = rollout.max_visits_per_step
     if bound is not None and bound < config.batch.groups_per_step:
@@ -170,6 +170,10 @@ def _check_rollout(config: Config) -> None:
 
 def _check_learner(config: Config) -> None:
     learner, kl = config.learner, config.algorithm.kl
+    if learner.num_ranks > 1:
+        raise ConfigError(
+            f"learner.num_ranks={learner.num_ranks}: more than one rank is not built yet; learner.num_ranks=1 works"
+        )
     if config.model.dtype is Dtype.bfloat16 and learner.zero_stage == 0:
         raise ConfigError(
             "model.dtype=bfloat16, learner.zero_stage=0: without a stage DeepSpeed accumulates gradients in bfloat16; "

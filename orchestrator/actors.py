@@ -5,10 +5,10 @@ Engines and learner are named by import path and imported here only when an acto
 
 from __future__ import annotations
 
-import importlib
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,6 @@ from rollout.records import Group, GroupMeta, Score, ScoredGroup, Visit, describ
 from rollout.weights import Bucket, Manifest
 
 
-def _resolve(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
 def process_facts() -> dict[str, Any]:
     """What the driver checks of an actor's process: pid, niceness, thread budget."""
     return {"pid": os.getpid(), "niceness": os.nice(0), "num_threads": os.environ.get("OMP_NUM_THREADS", "unset")}
@@ -37,7 +32,7 @@ class RolloutActor:
 
     def __init__(self, module: str, spec: dict[str, Any]) -> None:
         """``module`` holds EngineSpec and make_engine; ``spec`` are the fields of the former."""
-        self._engine: Engine = _resolve(f"{module}:make_engine")(_resolve(f"{module}:EngineSpec")(**spec))
+        self._engine: Engine = resolve_name(f"{module}:make_engine")(resolve_name(f"{module}:EngineSpec")(**spec))
         self._closed = threading.Event()
 
     def facts(self) -> dict[str, Any]:
@@ -84,8 +79,8 @@ class LearnerActor:
 
     def __init__(self, module: str, spec: dict[str, Any], rank: int, world_size: int) -> None:
         """``module`` holds LearnerSpec, Learner and RolloutBatch; ``spec`` are the fields of the first."""
-        self._learner = _resolve(f"{module}:Learner")(_resolve(f"{module}:LearnerSpec")(**spec), rank, world_size)
-        self._batch_type = _resolve(f"{module}:RolloutBatch")
+        self._learner = resolve_name(f"{module}:Learner")(resolve_name(f"{module}:LearnerSpec")(**spec), rank, world_size)
+        self._batch_type = resolve_name(f"{module}:RolloutBatch")
 
     def facts(self) -> dict[str, Any]:
         return process_facts()

@@ -14,6 +14,7 @@ import asyncio
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,8 @@ def _seal(partial: Path, folder: Path, state: dict[str, Any]) -> None:
     write_json(partial / "state.json", state)
     write_json(partial / MANIFEST, {"step": state["step"], "files": _describe_files(partial)})
     _sync_folder(partial)
+    if folder.exists():  # a damaged one of the same step, which a resume passed over: nothing is deleted
+        folder.rename(folder.with_name(f"damaged-{folder.name}-{time.time_ns()}"))
     partial.rename(folder)
     _sync_folder(folder.parent)
 
@@ -95,7 +98,8 @@ def find_checkpoint(run_dir: Path, log: Callable[[str], None]) -> Checkpoint:
 
 
 def _whole_folders(parent: Path) -> list[Path]:
-    return sorted((p for p in parent.glob("step-*") if (p / MANIFEST).is_file()), key=_step_of)
+    whole = (p for p in parent.glob("step-*") if p.suffix != ".partial" and (p / MANIFEST).is_file())
+    return sorted(whole, key=_step_of)
 
 
 def _step_of(folder: Path) -> int:

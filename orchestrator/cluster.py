@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,6 +115,7 @@ def _init(**arguments: Any) -> None:
     hide ours (seen). Started from our folder, workers import ours; paths in the configuration are absolute by then."""
     with contextlib.chdir(Path(configs.__file__).parent.parent):
         ray.init(**arguments)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's own handler would end with 15 as exit code
 
 
 def _address(config: ClusterConfig) -> str | None:

@@ -16,16 +16,17 @@ from configs.errors import ConfigError
 from configs.schema import Config
 from learner.warm_start import base_model_path
 from orchestrator import cluster
-from orchestrator.checkpoint import Checkpoint, find_checkpoint
+from orchestrator.checkpoint import find_checkpoint
 from orchestrator.console import evaluation_lines, printable
 from orchestrator.errors import RunStopped
 from orchestrator.evaluation import choose_prompts, evaluate
 from orchestrator.fleet import RayFleet, RayScorer
 from orchestrator.job import Job, close_actors, make_reward_actor, make_rollout_worker
 from orchestrator.material import ASKED, Material, engine_spec, gather_material, quiet_libraries, request_maker
-from orchestrator.run_folder import make_run_folder
+from orchestrator.run_folder import forget_empty, locked, make_run_folder
 from orchestrator.waits import DeadlinePassed, Waits
 from rollout.records import Purpose, Visit
+from rollout.sources import DataError
 
 EXIT_SIGINT, EXIT_SIGTERM = 130, 143
 
@@ -43,19 +44,26 @@ def train(config: Config) -> int:
     """Trains; with ``resume`` goes on where the last whole checkpoint stands."""
     resumed = find_checkpoint(Path(config.resume), print) if config.resume else None
     folder = Path(config.resume) if config.resume else make_run_folder(config.run_dir, "train")
-    (folder / "config.yaml").write_text(dump_config(config, redact=True), encoding="utf-8")
-    stuff = gather_material(config, print)
-    demand = cluster.Demand.of(config, gpu=stuff.num_gpus > 0)
-    print(f"run folder: {folder}", flush=True)
-    ray_cluster = cluster.start_cluster(config.cluster, demand)
-    try:
-        return asyncio.run(_train(config, folder, stuff, resumed, ray_cluster))
-    finally:
-        ray_cluster.close()
+    with locked(folder):
+        try:
+            stuff = gather_material(config, print)
+        except BaseException:
+            forget_empty(folder)
+            raise
+        (folder / "config.yaml").write_text(dump_config(config, redact=True), encoding="utf-8")
+        print(f"run folder: {folder}", flush=True)
+        job = Job(config, folder, stuff, resumed)
+        try:
+            ray_cluster = cluster.start_cluster(config.cluster, cluster.Demand.of(config, gpu=stuff.num_gpus > 0))
+            try:
+                return asyncio.run(_train(job, stuff, ray_cluster))
+            finally:
+                ray_cluster.close()
+        finally:
+            job.view.close()
 
 
-async def _train(config: Config, folder: Path, stuff: Material, resumed: Checkpoint | None, ray_cluster: cluster.Cluster) -> int:
-    job = Job(config, folder, stuff, resumed)
+async def _train(job: Job, stuff: Material, ray_cluster: cluster.Cluster) -> int:
     job.view.line(f"model: {stuff.model_path}, {stuff.num_parameters:,} parameters; Ray: {ray_cluster.address}")
     prompts = stuff.prompts
     job.view.line(
@@ -66,23 +74,22 @@ async def _train(config: Config, folder: Path, stuff: Material, resumed: Checkpo
     interrupt = Interrupt(job.stop, job.view.line)
     reason = "failed"
     try:
-        try:
-            await job.start()
-            reason = await job.run()
-        except asyncio.CancelledError:
-            if interrupt.exit_code == 0:
-                raise
-            reason = "stopped"
-        except (DeadlinePassed, RayError) as error:
-            reason = one_line(error)
-            raise RunStopped(reason) from error
-        except RunStopped as error:
-            reason = str(error)
+        await job.start()
+        reason = await job.run()
+    except asyncio.CancelledError:
+        if interrupt.exit_code == 0:
             raise
+        reason = "stopped"
+    except (DeadlinePassed, RayError) as error:
+        reason = one_line(error)
+        raise RunStopped(reason) from error
+    except RunStopped as error:
+        reason = str(error)
+        raise
     finally:
+        interrupt.end_has_begun()
         await job.close()
         job.summarize(reason)
-        job.view.close()
     return interrupt.exit_code
 
 
@@ -99,12 +106,20 @@ class Interrupt:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._take, number)
 
+    def end_has_begun(self) -> None:
+        """The work is over and the actors are being ended: a signal sets the exit code and stops nothing more."""
+        self._task = None
+
     def _take(self, number: int) -> None:
         if self.exit_code:
             os._exit(self.exit_code)
         self.exit_code = EXIT_SIGINT if number == signal.SIGINT else EXIT_SIGTERM
-        self._say(f"{signal.Signals(number).name}: saving the last whole step; once more to stop at once")
-        if not self._stop() and self._task is not None:
+        name = signal.Signals(number).name
+        if self._task is not None and self._stop():
+            self._say(f"{name}: ending after the step in hand and saving it; once more to stop at once")
+            return
+        self._say(f"{name}: ending; once more to stop at once")
+        if self._task is not None:
             self._task.cancel()
 
 
@@ -120,6 +135,10 @@ def evaluate_model(config: Config) -> int:
 
     async def ask(fleet: RayFleet, scorer: RayScorer, stuff: Material) -> int:
         held_out = {prompt.id: prompt for prompt in choose_prompts(stuff.prompts.held_out, config.evaluation)}
+        if not held_out:
+            raise DataError(
+                "data.held_out_per_stratum: no prompt is held out, at most a fifth of a stratum is; there is nothing to ask"
+            )
         result = await evaluate(fleet, scorer, held_out, num_samples=config.evaluation.num_samples, version=0)
         for line in evaluation_lines(config.checkpoint_dir or config.model.path, None, result):
             print(line)
@@ -169,9 +188,10 @@ def _with_engine(config: Config, ask: Callable[[RayFleet, RayScorer, Material], 
             await waits.wait(started, owner="actors", name="start", deadline_s=deadlines.start_s)
             fleet = RayFleet(workers, request_maker(config, stuff))
             answer = ask(fleet, RayScorer(rewards, stuff.by_id), stuff)
-            code = await waits.wait(answer, owner="rollout workers", name="completions", deadline_s=deadlines.evaluate_s)
-            fleet.close()
-            return code
+            try:
+                return await waits.wait(answer, owner="rollout workers", name="completions", deadline_s=deadlines.evaluate_s)
+            finally:
+                fleet.close()
         except asyncio.CancelledError:
             if interrupt.exit_code == 0:
                 raise
@@ -179,6 +199,7 @@ def _with_engine(config: Config, ask: Callable[[RayFleet, RayScorer, Material], 
         except (DeadlinePassed, RayError) as error:
             raise RunStopped(one_line(error)) from error
         finally:
+            interrupt.end_has_begun()
             await close_actors(actors, waits, deadlines.close_s)
 
     ray_cluster = cluster.start_cluster(config.cluster, cluster.Demand.of(config, gpu=gpu))

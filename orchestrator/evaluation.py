@@ -39,6 +39,11 @@ class Evaluation:
         metrics |= {f"eval/pass@1/{stratum}": value for stratum, value in self.pass_at_1_by_stratum.items()}
         return metrics | {"eval/num_failed": self.num_failed}
 
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> Evaluation:
+        """What ``as_json`` wrote."""
+        return cls(**{**row, "pass_at": {int(k): value for k, value in row["pass_at"].items()}})
+
     def as_json(self) -> dict[str, Any]:
         return {
             "version": self.version,

@@ -23,18 +23,23 @@ class Worker:
 
 
 class RayFleet:
-    """Deals visits to workers by how many completions each has outstanding, and merges their streams of finished groups."""
+    """Deals visits to workers by how many each has outstanding, and merges their streams of finished groups."""
 
     def __init__(self, workers: Sequence[Worker], request: Callable[[Visit], GroupRequest]) -> None:
         self.workers = tuple(workers)
         self._request = request
         self._outstanding: dict[str, set[Visit]] = {worker.name: set() for worker in workers}
+        self._order = asyncio.Lock()  # an actor's threads keep no order: a cancel must not overtake the submission it cancels
         self._finished: asyncio.Queue[list[Finished]] = asyncio.Queue()
         self._evaluated: dict[Visit, asyncio.Future[Finished]] = {}
         self._streams = [asyncio.create_task(self._follow(worker)) for worker in workers]
         self.num_groups: Counter[str] = Counter()  # finished training groups by worker
 
     async def submit(self, visits: Sequence[Visit]) -> None:
+        async with self._order:
+            await self._submit(visits)
+
+    async def _submit(self, visits: Sequence[Visit]) -> None:
         requests: dict[str, list[GroupRequest]] = defaultdict(list)
         for visit in visits:
             name = min(self._outstanding, key=lambda name: len(self._outstanding[name]))
@@ -58,21 +63,24 @@ class RayFleet:
     async def _or_stream_error(self, wanted: asyncio.Future[list[Finished]]) -> list[Finished]:
         """The wanted result, or what ended a worker's stream before it came."""
         waiting: set[asyncio.Future[Any]] = {wanted, *self._streams}
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for stream in self._streams:
-            if stream.done():
-                wanted.cancel()
-                stream.result()
-                raise RuntimeError("a rollout worker's stream of groups ended while the run goes on")
-        return wanted.result()
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for stream in self._streams:
+                if stream.done():
+                    stream.result()
+                    raise RuntimeError("a rollout worker's stream of groups ended while the run goes on")
+            return wanted.result()
+        finally:
+            wanted.cancel()
 
     async def cancel(self, visits: Sequence[Visit]) -> None:
         dropped = set(visits)
-        for worker in self.workers:
-            mine = self._outstanding[worker.name] & dropped
-            if mine:
-                self._outstanding[worker.name] -= mine
-                await worker.actor.cancel.remote(list(mine))
+        async with self._order:
+            for worker in self.workers:
+                mine = self._outstanding[worker.name] & dropped
+                if mine:
+                    self._outstanding[worker.name] -= mine
+                    await worker.actor.cancel.remote(list(mine))
 
     def close(self) -> None:
         for stream in self._streams:

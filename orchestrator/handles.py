@@ -49,7 +49,7 @@ class LearnerHandle(Protocol):
 
 class Pusher(Protocol):
     async def push(self, version: int) -> dict[str, float]:
-        """The learner's weights on every engine as ``version``, proven. Returns metrics."""
+        """The learner's weights on every engine as ``version``, every byte checked. Returns metrics."""
 
 
 class Observer(Protocol):

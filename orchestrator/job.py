@@ -36,10 +36,10 @@ from orchestrator.stages import Batch, Finished, Scored, StepOutcome
 from orchestrator.waits import DeadlinePassed, LoopLag, Waits
 from rollout.engine import engine_environment
 from rollout.records import Purpose, Score, sampling_seed
+from rollout.sources import DataError
 
 DEFAULT_BATCHES_PER_STEP = 8  # bound on the visits of a step where rollout.max_visits_per_step is not set
 LOOP_LAG_ALARM_S = 0.5  # the driver was busy for so long that it held up the stages
-PROOF_ROWS = 4  # of at most 64 tokens: the fixed tokens of the first push's proof
 
 
 class Job:
@@ -54,9 +54,13 @@ class Job:
         state = resumed.state if resumed else {"step": 0, "version": 0, "incarnation": -1}
         self._incarnation = state["incarnation"] + 1
         self._length = Length(len(stuff.prompts.train), config.batch.groups_per_step, config.data.last_batch)
+        if self._length.visits_per_epoch == 0:
+            raise DataError(
+                f"data.last_batch=drop: {self._length.num_prompts} prompts to train on do not fill one batch of "
+                f"batch.groups_per_step={config.batch.groups_per_step}; data.last_batch=wrap works, or fewer groups"
+            )
         epochs = config.data.num_epochs
         self.num_steps = config.steps if config.steps is not None else self._length.steps(epochs or 0)
-        self.view = make_view(config.log.console, self.num_steps)
         self._ledger = Ledger(
             [prompt.id for prompt in stuff.prompts.train],
             length=self._length,
@@ -75,9 +79,14 @@ class Job:
         self._step, self._version = state["step"], state["version"]
         self._first_step = self._step
         self._evaluations: dict[int, Evaluation] = {}
+        if resumed:
+            self._seconds.update(resumed.state["seconds_by_stage"])
+            if resumed.state["evaluation_before"]:
+                self._evaluations[0] = Evaluation.from_json(resumed.state["evaluation_before"])
         self._loop: Loop | None = None
         self._actors: list[Any] = []
         self.checkpoint: Path | None = resumed.folder if resumed else None
+        self.view: View = make_view(config.log.console, self.num_steps)
 
     # ---- start and end ----------------------------------------------------------------------------------------------
 
@@ -109,7 +118,11 @@ class Job:
             self._scorer = ShufflingScorer(self._scorer, config.seed)
         self._learner = RayLearner([learner])
         self._pusher = RayPusher(
-            learner, workers, dtype=config.model.dtype, temperature=config.rollout.temperature, rows=proof_rows(self._material)
+            learner,
+            workers,
+            dtype=config.model.dtype,
+            temperature=config.rollout.temperature,
+            rows=material.proof_rows(config, self._material),
         )
         self.view.stage("first push")
         await self._wait(self._pusher.push(self._version), "push", f"version {self._version}", config.deadlines.start_s)
@@ -147,7 +160,7 @@ class Job:
         self._recorder.close()
 
     def stop(self) -> bool:
-        """Asks the loop to end on whole steps. False where it does not run, so the caller cancels instead."""
+        """Asks the loop to end on whole steps and the run to save them. False where neither goes on: the caller cancels."""
         if self._loop is None:
             return False
         self._loop.stop()
@@ -158,7 +171,11 @@ class Job:
     async def run(self) -> str:
         """Trains and returns why it ended. Whatever ends it, the last whole step is saved first where it can be."""
         config = self.config
-        if config.evaluation.before and not self._resumed:
+        if not self._held_out and (config.evaluation.before or config.evaluation.after or config.evaluation.every):
+            self.view.line(
+                "no held-out prompts, so no evaluation: a fifth of a stratum rounds to none, or held_out_per_stratum is 0"
+            )
+        if config.evaluation.before and not self._resumed and self._held_out:
             await self._evaluate("before training")
         loop = Loop(
             self._settings(),
@@ -173,15 +190,15 @@ class Job:
         self._lag = LoopLag()
         try:
             reason = await loop.run()
+            await self._save()
         except Exception:
             if loop.between_steps:
-                await self._save()
+                await self._save_or_tell()
             raise
         finally:
             self._loop = None
             self._lag.close()
-        await self._save()
-        if reason != "stopped" and config.evaluation.after:
+        if reason != "stopped" and config.evaluation.after and self._held_out:
             await self._evaluate("after training")
         return reason
 
@@ -196,6 +213,7 @@ class Job:
             max_token_lag=config.rollout.max_token_lag,
             max_failed_share=config.reward.max_failed_share,
             num_steps=self.num_steps,
+            verifier_s=config.reward.timeout_s / config.reward.num_workers,
             deadlines=config.deadlines,
         )
 
@@ -210,9 +228,11 @@ class Job:
         metrics = outcome.metrics | step_metrics(outcome, self._material.by_id) | {"time/loop_lag_s": self._lag.take()}
         for name in ("generate", "prepare", "train", "push"):
             self._seconds[name] += metrics.get(f"time/{name}_s", 0.0)
-        await self._recorder.groups(outcome)
+        await self._wait(
+            self._recorder.groups(outcome), "recorder", f"samples of step {step}", self.config.deadlines.checkpoint_s
+        )
         every = self.config.evaluation.every
-        if every and step % every == 0 and step < self.num_steps:
+        if every and step % every == 0 and step < self.num_steps and self._held_out:
             metrics |= (await self._evaluate(f"step {step}")).metrics()
         self._recorder.metrics(step, self._version, metrics)
         self._warn(step, metrics)
@@ -261,7 +281,15 @@ class Job:
             return
         self.view.stage("checkpoint")
         started = time.monotonic()
-        state = {"step": step, "version": self._version, "incarnation": self._incarnation, "ledger": self._ledger.state()}
+        before = self._evaluations.get(0)
+        state = {
+            "step": step,
+            "version": self._version,
+            "incarnation": self._incarnation,
+            "ledger": self._ledger.state(),
+            "evaluation_before": before.as_json() if before else None,
+            "seconds_by_stage": dict(self._seconds),
+        }
         self.checkpoint = await self._wait(
             write_checkpoint(self.folder / "checkpoints", state, self._save_learner, keep_last=self.config.checkpoint.keep_last),
             "learner",
@@ -271,6 +299,13 @@ class Job:
         self._saved_step = step
         self._seconds["checkpoint"] += time.monotonic() - started
         self._recorder.event("checkpoint", step=step, folder=self.checkpoint.name)
+
+    async def _save_or_tell(self) -> None:
+        """Saves a run that is failing; a second failure must not hide the first."""
+        try:
+            await self._save()
+        except (DeadlinePassed, RayError, OSError) as error:
+            self.event("checkpoint_failed", step=self._step, message=str(error))
 
     async def _save_learner(self, learner_folder: Path, model_folder: Path) -> None:
         rank = self._learner.ranks[0]
@@ -378,14 +413,3 @@ async def close_actors(actors: Sequence[Any], waits: Waits, deadline_s: float) -
 
 async def _await(reference: Any) -> Any:
     return await reference
-
-
-def proof_rows(stuff: Material) -> list[np.ndarray[Any, Any]]:
-    """Fixed token ids for the proof of the first push: prompts, filled up with tokens drawn from the vocabulary."""
-    random = np.random.default_rng(0)
-    rows = []
-    for prompt in stuff.prompts.train[:PROOF_ROWS]:
-        start = prompt.token_ids[:32]
-        filling = random.integers(0, len(stuff.tokenizer), size=16, dtype=np.int32)
-        rows.append(np.concatenate([start, filling]).astype(np.int32))
-    return rows

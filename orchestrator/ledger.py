@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from configs.errors import ConfigError
 from configs.schema import LastBatch
 from rollout.records import Purpose, Visit
 
@@ -94,11 +95,6 @@ class Ledger:
         return len(self._open)
 
     @property
-    def epoch(self) -> float:
-        """Passes over the training prompts so far."""
-        return self._num_picks / self._length.visits_per_epoch
-
-    @property
     def used_up(self) -> bool:
         """No visit of the run is left to pick: ``data.num_epochs`` is reached."""
         return self._max_visits is not None and self._num_picks >= self._max_visits and not self._again
@@ -155,7 +151,7 @@ class Ledger:
     def requeue(self, visit: Visit, reason: str) -> None:
         """Its group is lost or surplus; it keeps its number and its place in the order, and is picked before new visits."""
         bisect.insort(self._again, self._state(visit, State.PICKED, State.KEPT), key=lambda pick: pick.order)
-        del self._open[visit]
+        self.counts["kept"] -= self._open.pop(visit)[1] is State.KEPT
         self.counts[f"requeued/{reason}"] += 1
 
     def _state(self, visit: Visit, *allowed: State) -> Pick:
@@ -168,20 +164,21 @@ class Ledger:
 
     def state(self) -> dict[str, Any]:
         """Everything a resumed run needs, as JSON. Open visits are queued again: their groups are not in a checkpoint."""
+        num_kept = sum(state is State.KEPT for _, state in self._open.values())
         again = sorted([*self._again, *(pick for pick, _ in self._open.values())], key=lambda pick: pick.order)
         return {
             "num_picks": self._num_picks,
             "num_visits": dict(self._num_visits),
             "again": [[pick.order, pick.visit.prompt_id, pick.visit.number] for pick in again],
-            "counts": dict(self.counts),
+            "counts": dict(self.counts - Counter(kept=num_kept)),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Takes up the state of a checkpoint. Raises LedgerError for a prompt that this run does not have."""
+        """Takes up the state of a checkpoint. Raises ConfigError for a prompt that this run does not have."""
         unknown = set(state["num_visits"]) - set(self._ids)
         if unknown:
-            raise LedgerError(
-                f"the checkpoint knows {len(unknown)} prompts that the data no longer has, such as {min(unknown)!r}; "
+            raise ConfigError(
+                f"resume: the checkpoint knows {len(unknown)} prompts that the data no longer has, such as {min(unknown)!r}; "
                 "resume with the data the run was started with"
             )
         self._num_picks = state["num_picks"]

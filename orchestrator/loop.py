@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,6 +46,7 @@ class LoopSettings:
     max_token_lag: int | None
     max_failed_share: float
     num_steps: int
+    verifier_s: float  # longest a completion may take in the reward pool, all its processes at work
     deadlines: DeadlinesConfig
 
 
@@ -85,6 +86,7 @@ class Loop:
         self._buffer: dict[int, Kept] = {}  # kept groups by pick order
         self._progress = asyncio.Event()  # a group was kept or dropped, or the run is to stop
         self._stopping = False
+        self._filling = False
         self._begin_step()
 
     def stop(self) -> None:
@@ -107,7 +109,6 @@ class Loop:
 
     async def _run_step(self, collector: asyncio.Task[None]) -> str | None:
         started = time.monotonic()
-        self._begin_step()
         groups = await self._fill(collector)
         if self._stopping:
             return "stopped"
@@ -120,7 +121,9 @@ class Loop:
         self.step = batch.step
         self.between_steps = True
         metrics["time/step_s"] = time.monotonic() - started
-        await self._observer.after_step(StepOutcome(batch, tuple(self._seen), dict(self._dropped), metrics))
+        outcome = StepOutcome(batch, tuple(self._seen), dict(self._dropped), metrics)
+        self._begin_step()  # what is scored while the observer works belongs to the next step
+        await self._observer.after_step(outcome)
         return None
 
     def _begin_step(self) -> None:
@@ -141,11 +144,16 @@ class Loop:
         return max(0, min(bound - self._ledger.num_open, left))
 
     async def _produce(self) -> None:
-        picks = self._ledger.pick(0 if self._stopping else self._room())
+        if self._stopping or (self._settings.max_lag == 0 and not self._filling):
+            return  # at lag 0 nothing is asked from a full batch until its version is proven
+        picks = self._ledger.pick(self._room())
         self._num_picked += len(picks)
         self._running |= {pick.visit: Asked(pick, self.version) for pick in picks}
         if picks:
-            await self._fleet.submit([pick.visit for pick in picks])
+            await self._engines(self._fleet.submit([pick.visit for pick in picks]), "taking new visits")
+
+    async def _engines(self, call: Awaitable[None], name: str) -> None:
+        await self._waits.wait(call, owner="rollout workers", name=name, deadline_s=self._settings.deadlines.generate_s)
 
     # ---- score, select ----------------------------------------------------------------------------------------------
 
@@ -159,9 +167,10 @@ class Loop:
         wanted = [item for item in finished if self._wants(item.meta)]  # the rest was cancelled
         if not wanted:
             return
-        scored = await self._waits.wait(
-            self._scorer.score(wanted), owner="reward pool", name="scores", deadline_s=self._settings.deadlines.score_s
-        )
+        # The pool serves every parcel under way, and each completion may take its whole time limit before its status says so.
+        queued = sum(len(item.meta.num_tokens) for item in finished) * max(1, len(self._running))
+        deadline_s = self._settings.deadlines.score_s + queued * self._settings.verifier_s
+        scored = await self._waits.wait(self._scorer.score(wanted), owner="reward pool", name="scores", deadline_s=deadline_s)
         for item in scored:
             self._settle(item)
         await self._produce()
@@ -191,22 +200,32 @@ class Loop:
 
     async def _fill(self, collector: asyncio.Task[None]) -> list[Kept]:
         """The groups of this step, in pick order; fewer than a batch only by ``when_short`` or at the end of the data."""
+        self._filling = True
+        try:
+            return await self._fill_batch(collector)
+        finally:
+            self._filling = False
+
+    async def _fill_batch(self, collector: asyncio.Task[None]) -> list[Kept]:
         await self._produce()
         while not self._stopping:
             self._progress.clear()
+            self._drop_late()
             ready = self._ready()
             if len(ready) == self._settings.groups_per_step:
                 return await self._take(ready)
             if not self._running and self._room() == 0:
                 return await self._short(ready)
             progress = asyncio.ensure_future(self._progress.wait())
-            await self._waits.wait(
-                asyncio.wait({progress, collector}, return_when=asyncio.FIRST_COMPLETED),
-                owner="rollout workers",
-                name=f"a finished group for step {self.step + 1}",
-                deadline_s=self._settings.deadlines.generate_s,
-            )
-            progress.cancel()
+            try:
+                await self._waits.wait(
+                    asyncio.wait({progress, collector}, return_when=asyncio.FIRST_COMPLETED),
+                    owner="rollout workers",
+                    name=f"a finished group for step {self.step + 1}",
+                    deadline_s=self._settings.deadlines.generate_s,
+                )
+            finally:
+                progress.cancel()
             if collector.done():
                 _raise_first(collector)
         return []
@@ -220,25 +239,31 @@ class Loop:
         return [self._buffer[order] for order in orders[: self._settings.groups_per_step]]
 
     async def _take(self, groups: list[Kept]) -> list[Kept]:
+        self._check_verifiers()
         for kept in groups:
             del self._buffer[kept.pick.order]
         if self._settings.max_lag == 0:
-            surplus = [*(asked.pick for asked in self._running.values()), *(kept.pick for kept in self._buffer.values())]
-            await self._fleet.cancel(list(self._running))
-            self._running.clear()
+            self._filling = False  # before anything is awaited: a score that comes in now must find the batch closed
+            running, self._running = self._running, {}
+            surplus = [*(asked.pick for asked in running.values()), *(kept.pick for kept in self._buffer.values())]
             self._buffer.clear()
             for pick in surplus:
                 self._ledger.requeue(pick.visit, "surplus")
                 self._dropped["surplus"] += 1
-        self._check_verifiers()
+            if running:
+                await self._engines(self._fleet.cancel(list(running)), "dropping surplus visits")
+        return groups
+
+    def _drop_late(self) -> None:
         limit = self._settings.max_token_lag
-        late = [kept for kept in groups if limit is not None and self.version - kept.scored.meta.min_version > limit]
+        late = [k for k in self._buffer.values() if limit is not None and self.version - k.scored.meta.min_version > limit]
         for kept in late:
+            del self._buffer[kept.pick.order]
             self._drop(kept.pick, "late")
-        return [kept for kept in groups if kept not in late]
 
     async def _short(self, ready: list[Kept]) -> list[Kept]:
         """The batch cannot be filled: the visits allowed to this step, or the data, are used up."""
+        self._check_verifiers()
         used_up = self._used_up()
         if used_up or (self._budget is not None and self._num_picked >= self._budget):
             return await self._take(ready)
@@ -276,11 +301,11 @@ class Loop:
 
     async def _train(self, batch: Batch) -> dict[str, float]:
         deadlines, start = self._settings.deadlines, time.monotonic()
-        self.between_steps = False
         prepared = await self._waits.wait(
             self._learner.prepare(batch), owner="learner", name=f"prepare step {batch.step}", deadline_s=deadlines.prepare_s
         )
         middle = time.monotonic()
+        self.between_steps = False
         report = await self._waits.wait(
             self._learner.train(), owner="learner", name=f"train step {batch.step}", deadline_s=deadlines.train_s
         )

@@ -6,12 +6,11 @@ imported when it is about to run.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from pkgutil import resolve_name
 
 from configs.build import schema_keys
 from configs.compose import dump_config, load_config, shipped_files
@@ -145,13 +144,13 @@ def _run(call: Call) -> int:
     if not verb.takes_config:
         if call.overrides or call.config_dir or call.print_config:
             raise InputError(f"limen {call.verb} takes no options or overrides")
-        return int(_function(verb.function)())
+        return int(resolve_name(verb.function)())
     config = load_config(call.overrides, call.config_dir)
     if call.print_config:
         print(dump_config(config, redact=True), end="")
         return 0
-    _function("orchestrator.choices:check_functions")(config)
-    return int(_function(verb.function)(config))
+    resolve_name("orchestrator.choices:check_functions")(config)
+    return int(resolve_name(verb.function)(config))
 
 
 def overview() -> str:
@@ -180,11 +179,6 @@ def describe(name: str) -> str:
         f"usage: limen {name} [options] [overrides]\n\n{verb.detail}\n\n{OPTIONS}\nYAML files:\n{files}\n"
         f"keys (`limen {name} --print-config` shows all of them with their values):\n{lines}"
     )
-
-
-def _function(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def _complain(text: str) -> None:

@@ -21,6 +21,7 @@ from rollout.sources import Row
 from rollout.tokenizer import load_tokenizer
 
 ASKED = "asked"  # source of the prompts a person gives to `limen sample`
+PROOF_ROWS, PROOF_TOKENS = 4, 64  # of the proof of the first push
 ENGINE_MODULES = {"in_process": "rollout.vllm_in_process", "async_core": "rollout.vllm_async_core"}
 
 
@@ -32,10 +33,6 @@ class Material:
     by_id: Mapping[str, Prompt]
     num_parameters: int
     num_gpus: int  # seen by this process
-
-    @property
-    def max_prompt_tokens(self) -> int:
-        return max(len(prompt.token_ids) for prompt in self.by_id.values())
 
 
 def gather_material(config: Config, say: Callable[[str], None]) -> Material:
@@ -81,10 +78,10 @@ def count_parameters(path: str, *, trust_remote_code: bool) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def stop_token_ids(tokenizer: Any, model_path: str) -> tuple[int, ...]:
+def stop_token_ids(tokenizer: Any, model_path: str, *, trust_remote_code: bool) -> tuple[int, ...]:
     """Where a completion ends: the tokenizer's end token and those the model's own configuration names."""
     ids = {tokenizer.eos_token_id}
-    named = AutoConfig.from_pretrained(model_path).eos_token_id
+    named = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code).eos_token_id
     ids |= set(named) if isinstance(named, list) else {named}
     return tuple(sorted(i for i in ids if i is not None))
 
@@ -103,7 +100,8 @@ def make_sampling(rollout: RolloutConfig, stop_ids: tuple[int, ...]) -> Sampling
 def request_maker(config: Config, material: Material) -> Callable[[Visit], GroupRequest]:
     """The request of a visit. A completion's seed hashes run seed, purpose, prompt, visit and index; without seeds on a GPU by
     default, where a seed a request is costly in the sampler."""
-    sampling = make_sampling(config.rollout, stop_token_ids(material.tokenizer, material.model_path))
+    trust = config.model.trust_remote_code
+    sampling = make_sampling(config.rollout, stop_token_ids(material.tokenizer, material.model_path, trust_remote_code=trust))
     seeded = config.rollout.seeds is Seeds.always or (config.rollout.seeds is Seeds.auto and material.num_gpus == 0)
 
     def request(visit: Visit) -> GroupRequest:
@@ -114,16 +112,31 @@ def request_maker(config: Config, material: Material) -> Callable[[Visit], Group
     return request
 
 
+def max_model_tokens(config: Config) -> int:
+    """Longest prompt plus completion that an engine takes."""
+    return config.rollout.max_model_tokens or config.data.max_prompt_tokens + config.rollout.max_new_tokens
+
+
+def proof_rows(config: Config, material: Material) -> list[np.ndarray[Any, Any]]:
+    """Fixed token ids for the proof of the first push: prompts, filled up with tokens drawn from the vocabulary."""
+    random = np.random.default_rng(0)
+    rows = []
+    for prompt in material.prompts.train[:PROOF_ROWS]:
+        filling = random.integers(0, len(material.tokenizer), size=PROOF_TOKENS, dtype=np.int32)
+        row = np.concatenate([prompt.token_ids, filling])[: min(PROOF_TOKENS, max_model_tokens(config))]
+        rows.append(row.astype(np.int32))
+    return rows
+
+
 def engine_spec(config: Config, material: Material, *, name: str, model_path: str, load_format: str) -> dict[str, Any]:
     """Fields of EngineSpec. Engines of a training run start from random weights (``load_format="dummy"``)."""
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     return {
         "name": name,
         "model_path": model_path,
         "tokenizer_path": material.model_path,
         "dtype": config.model.dtype.value,
         "seed": config.seed,
-        "max_model_tokens": config.rollout.max_model_tokens or longest,
+        "max_model_tokens": max_model_tokens(config),
         "max_running": config.rollout.max_running,
         "cache_gib": config.rollout.cache_gib,
         "gpu_memory_share": config.rollout.gpu_memory_share,

@@ -50,12 +50,7 @@ class RayPusher:
         self._rows = list(rows)
         self._generation = 0
         self._lock = asyncio.Lock()
-        self._manifest: Manifest | None = None
-
-    @property
-    def manifest(self) -> Manifest | None:
-        """Of the last push that every engine swapped in."""
-        return self._manifest
+        self._manifest: Manifest | None = None  # of the last push that every engine swapped in
 
     async def push(self, version: int) -> dict[str, float]:
         """One push after another: a second call waits for the first. Raises RunStopped with the engine's own words."""

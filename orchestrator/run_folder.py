@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
 from configs.errors import ConfigError
+
+LOCK = ".lock"
 
 
 def make_run_folder(run_dir: str | None, name: str) -> Path:
@@ -23,7 +28,7 @@ def make_run_folder(run_dir: str | None, name: str) -> Path:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"run_dir={run_dir}: cannot make this folder ({error.strerror})") from error
-        if any(folder.iterdir()):
+        if any(path.name != LOCK for path in folder.iterdir()):
             raise ConfigError(f"run_dir={run_dir}: the folder is not empty; go on with it by resume={run_dir}, or name a new one")
         return folder
     parent = Path("runs").resolve()
@@ -37,6 +42,26 @@ def make_run_folder(run_dir: str | None, name: str) -> Path:
             continue
         return folder
     raise ConfigError(f"no free folder name under {parent.resolve()} for {stamp}-{name}; name one with run_dir=FOLDER")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Holds a run's folder for this process; the lock goes with the process. Raises ConfigError where another one holds it."""
+    with (folder / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(
+                f"{folder}: another process is writing into this run; wait for it to end, or name another run_dir"
+            ) from error
+        yield
+
+
+def forget_empty(folder: Path) -> None:
+    """Takes away a folder in which nothing was written, so that the corrected command may use it."""
+    if [path.name for path in folder.iterdir()] == [LOCK]:
+        (folder / LOCK).unlink()
+        folder.rmdir()
 
 
 def to_json(value: Any) -> Any:

@@ -38,11 +38,12 @@ COMBINATIONS = {
         "learner.optimizer.warmup_ratio=0.1",
         [["learner.optimizer.warmup_steps=0"], ["learner.optimizer.warmup_ratio=0"]],
     ),
-    ("rollout.max_lag=1", "cluster.placement=colocated"): (
-        "cluster.placement",
-        [["rollout.max_lag=0"], ["cluster.placement=split"]],
+    ("rollout.max_lag=1",): ("rollout.oversample=2", [["rollout.oversample=1"], ["rollout.max_lag=0"]]),
+    ("learner.num_ranks=2",): ("learner.num_ranks=2", [["learner.num_ranks=1"]]),
+    ("data.last_batch=keep", "rollout.max_lag=1", "rollout.oversample=1"): (
+        "data.last_batch=keep",
+        [["rollout.max_lag=0"], ["data.last_batch=drop"]],
     ),
-    ("data.last_batch=keep", "rollout.max_lag=1"): ("data.last_batch=keep", [["rollout.max_lag=0"], ["data.last_batch=drop"]]),
     ("rollout.max_model_tokens=37",): ("data.max_prompt_tokens=32 + rollout.max_new_tokens=6", [["rollout.max_model_tokens=38"]]),
     ("rollout.max_visits_per_step=31",): ("batch.groups_per_step=32", [["rollout.max_visits_per_step=32"]]),
     ("model.embedded.num_heads=5",): ("num_kv_heads=3", [["model.embedded.num_heads=6"]]),

@@ -86,6 +86,16 @@ async def test_the_manifest_lists_every_file(run):
     assert set(files) == {"learner/state.pt", "model/model.safetensors", "state.json"}
 
 
+async def test_a_damaged_one_does_not_stand_in_the_way_of_its_step(run):
+    """A resume goes on before it, reaches its step again, and saves; the damaged one is kept under another name."""
+    await write(run, 10)
+    folder = await write(run, 20)
+    (folder / "manifest.json").unlink()
+    await write(run, 20)
+    assert find_checkpoint(run, print).step == 20
+    assert any(path.name.startswith("damaged-step-000020") for path in (run / "checkpoints").iterdir())
+
+
 def test_a_folder_without_checkpoints_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no checkpoints in this folder"):
         find_checkpoint(tmp_path, print)

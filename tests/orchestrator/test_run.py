@@ -82,6 +82,7 @@ def test_two_workers_share_the_run_and_no_token_lies_about_its_version(folder):
         "steps=6",
         "rollout.num_workers=2",
         "rollout.max_lag=1",
+        "rollout.oversample=1",
         "rollout.record=true",
         "checkpoint.every=1",
         "checkpoint.keep_last=100",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from configs.errors import ConfigError
-from orchestrator.run_folder import JsonLines, make_run_folder, to_json, write_json
+from orchestrator.run_folder import JsonLines, forget_empty, locked, make_run_folder, to_json, write_json
 
 
 def strict(text):
@@ -33,6 +33,17 @@ def test_a_used_folder_is_refused(tmp_path):
     (folder / "metrics.jsonl").write_text("")
     with pytest.raises(ConfigError, match=r"not empty; go on with it by resume="):
         make_run_folder(str(folder), "train")
+
+
+def test_a_folder_belongs_to_one_process(tmp_path):
+    with locked(tmp_path), pytest.raises(ConfigError, match="another process is writing"), locked(tmp_path):
+        pass
+    with locked(tmp_path):
+        pass
+    folder = make_run_folder(str(tmp_path / "run"), "train")
+    with locked(folder):
+        forget_empty(folder)
+    assert not folder.exists(), "a command that failed before it wrote anything leaves the name free"
 
 
 def test_every_value_is_strict_json(tmp_path):
