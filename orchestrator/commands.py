@@ -29,6 +29,7 @@ from rollout.records import Purpose, Visit
 from rollout.sources import DataError
 
 EXIT_SIGINT, EXIT_SIGTERM = 130, 143
+MOST_LINES = 5  # of a library's message that is shown as the reason
 
 
 def build_model(config: Config) -> int:
@@ -80,12 +81,12 @@ async def _train(job: Job, stuff: Material, ray_cluster: cluster.Cluster) -> int
         if interrupt.exit_code == 0:
             raise
         reason = "stopped"
-    except (DeadlinePassed, RayError) as error:
-        reason = one_line(error)
-        raise RunStopped(reason) from error
-    except RunStopped as error:
-        reason = str(error)
-        raise
+    except (DeadlinePassed, RayError, RunStopped) as error:
+        reason = str(error) if isinstance(error, RunStopped) else one_line(error)
+        job.event("stopped", reason=reason, detail=str(error.__cause__ or error))
+        if isinstance(error, RunStopped):
+            raise
+        raise RunStopped(f"{reason}; events.jsonl in {job.folder} has the traceback") from error
     finally:
         interrupt.end_has_begun()
         await job.close()
@@ -126,8 +127,9 @@ class Interrupt:
 def one_line(error: BaseException) -> str:
     """An error in one line, without the remote traceback that Ray wraps round it."""
     cause = getattr(error, "cause", None) or error
-    text = str(cause).strip() or type(cause).__name__
-    return next((line for line in reversed(text.splitlines()) if line.strip()), text) if isinstance(error, RayError) else text
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    text = " ".join(lines) if len(lines) <= MOST_LINES else " ".join([lines[0], "...", *lines[-MOST_LINES:]])
+    return printable(text if isinstance(cause, DeadlinePassed) else f"{type(cause).__name__}: {text}", limit=1000)
 
 
 def evaluate_model(config: Config) -> int:
@@ -217,6 +219,8 @@ def saved_model(checkpoint_dir: str) -> Path:
     for candidate in (folder / "model", folder):
         if (candidate / "config.json").is_file():
             return candidate
+    if (folder / "metrics.jsonl").is_file():
+        raise ConfigError(f"checkpoint_dir={checkpoint_dir}: this run has no checkpoint yet")
     raise ConfigError(
         f"checkpoint_dir={checkpoint_dir}: neither a run folder, nor one of its checkpoints, nor a model folder with config.json"
     )

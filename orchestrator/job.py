@@ -93,6 +93,7 @@ class Job:
     async def start(self) -> None:
         """Actors, weights, the first push and its proof."""
         self.view.stage("starting actors")
+        self.view.line(f"starting the actors and their models (deadline {self.config.deadlines.start_s:g} s)")
         config, started = self.config, time.monotonic()
         threads = cluster.thread_budget(config, cluster.usable_cpus(), self._material.num_parameters)
         self.view.line(f"threads: {threads}")
@@ -339,7 +340,8 @@ class Job:
         )
         total = sum(self._seconds.values()) or 1.0
         shares = sorted(self._seconds.items(), key=lambda item: -item[1])
-        self.view.line("time: " + ", ".join(f"{name} {s:.1f} s ({s / total:.0%})" for name, s in shares))
+        if shares:
+            self.view.line("time: " + ", ".join(f"{name} {s:.1f} s ({s / total:.0%})" for name, s in shares))
         self.view.line(f"run folder: {self.folder}")
         if self.checkpoint:
             self.view.line(f"next: limen sample checkpoint_dir={self.checkpoint}")

@@ -288,10 +288,13 @@ class Loop:
         statuses = status_counts(self._seen)
         failed = statuses.total() - statuses[Status.OK]
         if failed > self._settings.max_failed_share * statuses.total():
+            details = Counter(score.detail for scored in self._seen for score in scored.scores if score.status is not Status.OK)
+            detail, times = details.most_common(1)[0]
+            self._observer.event("verifier_failed", step=self.step + 1, messages=dict(details.most_common(20)))
             raise RunStopped(
                 f"the verifier failed on {failed} of {statuses.total()} completions of step {self.step + 1} "
                 f"({', '.join(f'{status}: {count}' for status, count in statuses.items())}), more than "
-                f"reward.max_failed_share={self._settings.max_failed_share:g} allows; events.jsonl has its messages"
+                f"reward.max_failed_share={self._settings.max_failed_share:g} allows; {times} times it said: {detail or 'nothing'}"
             )
 
     def _used_up(self) -> bool:

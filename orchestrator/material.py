@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from configs.errors import ConfigError
 from configs.schema import Config, RolloutConfig, Seeds
 from learner.warm_start import base_model_path
 from rollout.engine import GroupRequest, OnSwap, Sampling
@@ -40,6 +42,7 @@ def gather_material(config: Config, say: Callable[[str], None]) -> Material:
     quiet_libraries()
     path = str(base_model_path(config.model, progress=say))
     tokenizer = load_tokenizer(path, config.model.trust_remote_code)
+    _check_length(config, path)
     prompts = load_prompts(config.data, tokenizer, list(config.reward.parts))
     asked = ask_prompts(config.sample.prompts, config, tokenizer)
     return Material(
@@ -52,10 +55,25 @@ def gather_material(config: Config, say: Callable[[str], None]) -> Material:
     )
 
 
+def _check_length(config: Config, path: str) -> None:
+    """Raises ConfigError where prompt and completion do not fit the positions that the model has."""
+    limit = getattr(
+        AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code), "max_position_embeddings", None
+    )
+    longest = max_model_tokens(config)
+    if limit is not None and longest >= limit:  # one more: scoring a row of the greatest length samples a token after it
+        raise ConfigError(
+            f"data.max_prompt_tokens={config.data.max_prompt_tokens} + rollout.max_new_tokens={config.rollout.max_new_tokens}: the model "
+            f"at {path} has {limit} positions, so at most {limit - 1} tokens fit; "
+            f"rollout.max_new_tokens={max(1, limit - 1 - config.data.max_prompt_tokens)} works"
+        )
+
+
 def quiet_libraries() -> None:
     """Keeps the libraries' bars and notices off the terminal; what matters of them is an error and comes as one."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, which transformers imports, tells what it did not find
 

@@ -29,7 +29,13 @@ def make_run_folder(run_dir: str | None, name: str) -> Path:
         except OSError as error:
             raise ConfigError(f"run_dir={run_dir}: cannot make this folder ({error.strerror})") from error
         if any(path.name != LOCK for path in folder.iterdir()):
-            raise ConfigError(f"run_dir={run_dir}: the folder is not empty; go on with it by resume={run_dir}, or name a new one")
+            saved = (folder / "checkpoints").is_dir()
+            cure = (
+                f"go on with it by resume={run_dir}, or name a new one"
+                if saved
+                else "it has no checkpoint to go on from; name a new one"
+            )
+            raise ConfigError(f"run_dir={run_dir}: the folder is not empty; {cure}")
         return folder
     parent = Path("runs").resolve()
     parent.mkdir(exist_ok=True)

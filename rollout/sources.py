@@ -193,8 +193,10 @@ def _json_lines(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:  # UnicodeDecodeError is one too
-                raise DataError(f"{file}:{number}: not a JSON line: {error}") from error
+            except json.JSONDecodeError as error:
+                raise DataError(f"{file}:{number}: not a JSON line: {error.msg} at character {error.pos + 1}") from error
+            except UnicodeDecodeError as error:
+                raise DataError(f"{file}:{number}: not UTF-8: {error.reason}") from error
             if not isinstance(record, dict):
                 raise DataError(f"{file}:{number}: a {type(record).__name__}, where a JSON object is needed")
             yield f"{file}:{number}", record
@@ -319,8 +321,13 @@ def _check_unique(key: str, rows: Sequence[Row]) -> None:
         other = first.setdefault(row.id, row)
         if other is not row:
             same = other.question == row.question and other.answer == row.answer
+            what = "are the same prompt and answer" if same else f"have the same id {row.id!r}"
             cure = "remove one of them" if same else "ids must be unique in a source"
-            raise DataError(f"{key}: {row.where} and {other.where} have the same id {row.id!r}; {cure}")
+            num_more = len(rows) - len({r.id for r in rows}) - 1
+            more = f" ({num_more} more rows repeat others)" if num_more else ""
+            raise DataError(
+                f"{key}: {other.where} and {row.where} {what}{more}; {cure}, or name a column of ids: {key}.id_column=..."
+            )
 
 
 def _optional_module(module: str, requirement: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -16,8 +18,12 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
+        folder = Path(path).is_dir()
+        missing = (
+            "no tokenizer could be loaded from it" if folder else "no such folder, and no tokenizer of that name could be loaded"
+        )
         first_line = str(error).split("\n", 1)[0]
-        raise InputError(f"model.path={path}: no tokenizer could be loaded from it: {first_line}") from error
+        raise InputError(f"model.path={path}: {missing}: {first_line}") from error
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:

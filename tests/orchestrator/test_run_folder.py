@@ -31,7 +31,10 @@ def test_runs_started_together_get_folders_of_their_own(tmp_path, monkeypatch):
 def test_a_used_folder_is_refused(tmp_path):
     folder = make_run_folder(str(tmp_path / "a" / "b"), "train")
     (folder / "metrics.jsonl").write_text("")
-    with pytest.raises(ConfigError, match=r"not empty; go on with it by resume="):
+    with pytest.raises(ConfigError, match="not empty; it has no checkpoint to go on from; name a new one"):
+        make_run_folder(str(folder), "train")
+    (folder / "checkpoints").mkdir()
+    with pytest.raises(ConfigError, match="not empty; go on with it by resume="):
         make_run_folder(str(folder), "train")
 
 

@@ -105,7 +105,7 @@ BAD_ROWS = {
         r"x\.jsonl:3: column 'prompt': the last message is the assistant's",
     ),
     "not an object": ([1], r"x\.jsonl:3: a list, where a JSON object is needed"),
-    "same question and answer": (GOOD[0], r"x\.jsonl:3 and .*x\.jsonl:1 have the same id .* remove one"),
+    "same question and answer": (GOOD[0], r"x\.jsonl:1 and .*x\.jsonl:3 are the same prompt and answer; remove one"),
 }
 
 
@@ -119,13 +119,13 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("line", [b'{"prompt": "2', b"\xff\xfe{}"])
 def test_an_unreadable_line_is_named(tmp_path: Path, line: bytes) -> None:
     (tmp_path / "x.jsonl").write_bytes(json.dumps(GOOD[0]).encode() + b"\n" + line + b"\n")
-    with pytest.raises(DataError, match=r"x\.jsonl:2: not a JSON line"):
+    with pytest.raises(DataError, match=r"x\.jsonl:2: not (a JSON line|UTF-8)"):
         load_rows("a", SourceConfig(kind=SourceKind.jsonl, path=str(tmp_path / "x.jsonl")), ())
 
 
 def test_duplicate_ids_name_both_rows(tmp_path: Path) -> None:
     records = [{"prompt": p, "answer": 1, "n": n} for p, n in [("a", 7), ("b", 8), ("c", 7)]]
-    with pytest.raises(DataError, match=r"x\.jsonl:3 and .*x\.jsonl:1 have the same id '7'"):
+    with pytest.raises(DataError, match=r"x\.jsonl:1 and .*x\.jsonl:3 have the same id '7'"):
         load_rows("a", jsonl(tmp_path / "x.jsonl", records, id_column="n"), ())
 
 
