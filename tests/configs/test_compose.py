@@ -177,8 +177,8 @@ def test_a_cycle_is_found():
 
 def test_interpolations_reach_defaults_that_no_yaml_holds(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LIMEN_TEST_STEPS", "12")
-    config = load_config(["steps=${oc.env:LIMEN_TEST_STEPS}", "rollout.max_lag=${checkpoint.keep_last}"])
-    assert (config.steps, config.rollout.max_lag) == (12, 2)
+    config = load_config(["steps=${oc.env:LIMEN_TEST_STEPS}", "rollout.num_workers=${checkpoint.keep_last}"])
+    assert (config.steps, config.rollout.num_workers) == (12, 2)
     assert load_config(["model.trust_remote_code=${oc.decode:'true'}"]).model.trust_remote_code is True
     assert "2 is not a bool" in error_of("model.trust_remote_code=${checkpoint.keep_last}")
 

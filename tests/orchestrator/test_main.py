@@ -7,12 +7,12 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import yaml
 
 from configs.errors import ConfigError, InputError
-from orchestrator import main as command_line
 from orchestrator.errors import RunStopped
 from orchestrator.main import VERBS, Verb, describe, main, overview, parse
 
@@ -164,7 +164,7 @@ def test_a_fault_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch):
 def test_every_verb_has_its_function_and_help():
     text = overview()
     for name, verb in VERBS.items():
-        assert callable(command_line._function(verb.function))
+        assert callable(resolve_name(verb.function))
         assert f"  {name} " in text
         assert verb.detail in describe(name)
     for code in ("0 done", "2 bad", "3 the run", "130", "143"):
@@ -181,3 +181,32 @@ def test_secrets_are_not_printed(tmp_path: Path):
     assert code == 0
     assert "sentinel456" not in out + errors
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.timeout(600)
+def test_bad_input_found_by_a_verb_is_one_line_and_leaves_the_folder_free(tmp_path: Path):
+    """What only the verb can find out (a used folder, bad rows, a model too short for the limits) still ends before Ray starts."""
+    used = tmp_path / "used"
+    used.mkdir()
+    (used / "metrics.jsonl").write_text("")
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2="}\n')
+    random = ["model.random_weights=true", f"run_dir={tmp_path / 'new'}"]
+    cases = {
+        (f"run_dir={used}",): f"limen: run_dir={used}: the folder is not empty",
+        (f"resume={used}",): "limen: resume: ",
+        (*random, "data=jsonl", "data.sources.main.path=bad.jsonl", "rollout.max_new_tokens=6"): "bad.jsonl:2",
+        (*random, "rollout.max_new_tokens=2000"): "positions",
+        (
+            *random,
+            "data.last_batch=drop",
+            "batch.groups_per_step=20000",
+            "rollout.max_visits_per_step=null",
+        ): "data.last_batch=drop",
+    }
+    for arguments, words in cases.items():
+        command = [sys.executable, "-m", "orchestrator", "train", "log.console=off", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 2, done.stderr
+        (line,) = done.stderr.strip().splitlines()
+        assert words in line
+    assert not (tmp_path / "runs").exists()
