@@ -28,7 +28,9 @@ def run_job(folder: Path, steps: int) -> dict[str, float]:
     """Median seconds of each stage of the embedded job. Nothing is dropped, so the floor sees the same prompts and tokens."""
     limen = Path(sys.executable).with_name("limen")
     overrides = [
-        "selection=none",
+        "selection=none",  # every group asked is trained on,
+        "rollout.oversample=1",  # and none is asked beyond the batch
+        "batch.groups_per_step=64",
         "rollout.record=true",
         "evaluation.before=false",
         "evaluation.after=false",
