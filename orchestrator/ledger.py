@@ -154,6 +154,12 @@ class Ledger:
         self.counts["kept"] -= self._open.pop(visit)[1] is State.KEPT
         self.counts[f"requeued/{reason}"] += 1
 
+    def take_back(self, pick: Pick, reason: str) -> None:
+        """Undoes a drop: the visit lies beyond a full batch, and whether it was judged before that was full is chance."""
+        bisect.insort(self._again, pick, key=lambda pick: pick.order)
+        self.counts[f"dropped/{reason}"] -= 1
+        self.counts["requeued/surplus"] += 1
+
     def _state(self, visit: Visit, *allowed: State) -> Pick:
         if visit not in self._open:
             raise LedgerError(f"visit {visit.number} of prompt {visit.prompt_id} is not open")

@@ -130,7 +130,7 @@ class Loop:
         self._num_picked = 0
         self._budget = self._ledger.step_budget()
         self._dropped: Counter[str] = Counter()
-        self._seen: list[Scored] = []
+        self._judged: dict[int, tuple[Pick, Scored, str | None]] = {}  # by pick order: the reason of a drop, None where kept
 
     # ---- produce ----------------------------------------------------------------------------------------------------
 
@@ -184,8 +184,8 @@ class Loop:
         if not self._wants(scored.meta):
             return
         pick = self._running.pop(scored.meta.visit).pick
-        self._seen.append(scored)
         decision = self._select(scored.scores)
+        self._judged[pick.order] = (pick, scored, decision.reason)
         if decision.reason is not None:
             self._drop(pick, decision.reason)
         else:
@@ -245,14 +245,31 @@ class Loop:
         if self._settings.max_lag == 0:
             self._filling = False  # before anything is awaited: a score that comes in now must find the batch closed
             running, self._running = self._running, {}
-            surplus = [*(asked.pick for asked in running.values()), *(kept.pick for kept in self._buffer.values())]
-            self._buffer.clear()
-            for pick in surplus:
-                self._ledger.requeue(pick.visit, "surplus")
-                self._dropped["surplus"] += 1
+            self._ask_surplus_again(groups, [asked.pick for asked in running.values()])
             if running:
                 await self._engines(self._fleet.cancel(list(running)), "dropping surplus visits")
         return groups
+
+    def _ask_surplus_again(self, groups: list[Kept], running: list[Pick]) -> None:
+        """Everything asked beyond a full batch is as if it had not been asked, judged or not: only so the clock decides nothing."""
+        surplus = [*running, *(kept.pick for kept in self._buffer.values())]
+        self._buffer.clear()
+        for pick in surplus:
+            self._ledger.requeue(pick.visit, "surplus")
+        last = groups[-1].pick.order if len(groups) == self._settings.groups_per_step else max(self._judged, default=0)
+        beyond = [order for order in self._judged if order > last]
+        for order in beyond:
+            pick, _, reason = self._judged.pop(order)
+            if reason is not None:
+                self._ledger.take_back(pick, reason)
+                self._dropped[reason] -= 1
+                surplus.append(pick)
+        self._dropped["surplus"] += len(surplus)
+        self._dropped += Counter()  # drops reasons that came to nothing
+
+    @property
+    def _seen(self) -> list[Scored]:
+        return [scored for _, (_, scored, _) in sorted(self._judged.items(), key=lambda item: item[0])]
 
     def _drop_late(self) -> None:
         limit = self._settings.max_token_lag

@@ -43,6 +43,7 @@ class World:
     def __init__(self, *, seed=0, drop=lambda visit: False, slow=0.0, failed=lambda visit: False):
         self.random = random.Random(seed)
         self.drop, self.failed, self.slow = drop, failed, slow
+        self.by_version = None  # a drop that depends on the weights that made the group
         self.version = 0
         self.log = []
         self.batches = []
@@ -77,12 +78,13 @@ class World:
 
     async def score(self, finished):
         await asyncio.sleep(self.random.random() * 0.005)
-        return [Scored(item.meta, item.address, self.scores(item.meta.visit)) for item in finished]
+        return [Scored(item.meta, item.address, self.scores(item.meta.visit, item.meta.min_version)) for item in finished]
 
-    def scores(self, visit):
+    def scores(self, visit, version):
         if self.failed(visit):
             return (score(1.0), score(0.0), score(0, Status.TIMEOUT), score(0, Status.ERROR), score(0, Status.ERROR))
-        return (score(1.0), score(1.0 if self.drop(visit) else 0.0))
+        dropped = self.by_version(visit, version) if self.by_version else self.drop(visit)
+        return (score(1.0), score(1.0 if dropped else 0.0))
 
     async def prepare(self, batch):
         self.log.append(("prepare", batch.step))
@@ -158,10 +160,12 @@ async def test_batches_do_not_depend_on_which_group_finishes_first():
 
 async def test_oversampling_fills_sooner_and_asks_the_surplus_again():
     """What was asked beyond a full batch depends on timing; which visits are trained must not."""
-    runs = []
+    runs, metrics = [], []
     for seed in range(6):
-        world = World(seed=seed, drop=third)
+        world = World(seed=seed)
+        world.by_version = lambda visit, version: hash((int(visit.prompt_id[1:]), version)) % 3 == 0
         await world.make(replace(SETTINGS, oversample=2.0)).run()
+        metrics.append([(o.dropped.get("zero_variance_solved"), [s.meta.visit for s in o.seen]) for o in world.outcomes])
         assert world.max_open == 8
         runs.append([[(p.order, p.visit) for p in batch] for batch in world.batches])
         surplus = sum(outcome.dropped.get("surplus", 0) for outcome in world.outcomes)
@@ -172,6 +176,7 @@ async def test_oversampling_fills_sooner_and_asks_the_surplus_again():
         waiting = len(world.loop._ledger.state()["again"])
         assert counts["picked"] == counts["trained"] + counts["dropped/zero_variance_solved"] + waiting
     assert all(run == runs[0] for run in runs)
+    assert all(metric == metrics[0] for metric in metrics), "what a step reports does not depend on timing either"
 
 
 @pytest.mark.parametrize("max_lag", [1, 2, 4])
@@ -244,7 +249,7 @@ async def test_failing_verifiers_stop_the_run_with_the_counts():
 
 async def test_failing_verifiers_stop_a_run_that_carries_short_batches():
     world = World()
-    world.scores = lambda visit: (score(0, Status.ERROR), score(0, Status.ERROR))
+    world.scores = lambda visit, version: (score(0, Status.ERROR), score(0, Status.ERROR))
     with pytest.raises(RunStopped, match="the verifier failed on 64 of 64 completions of step 1"):
         await world.make().run()
 
