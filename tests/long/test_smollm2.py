@@ -30,7 +30,7 @@ def test_smollm2_trains_ten_steps(record, tmp_path, dtype):
             "versions": summary["version"],
             "pass@1 before": summary["pass_at_1_before"],
             "pass@1 after": summary["pass_at_1_after"],
-            "mean |engine - learner| log-probability": sum(mismatch) / len(mismatch),
+            "mean distance of engine and learner log-probabilities": sum(mismatch) / len(mismatch),
             "seconds a step": sum(row["time/step_s"] for row in rows) / len(rows),
             "bytes a push": rows[-1].get("push/sent_bytes", 0.0),
         }
