@@ -25,18 +25,19 @@ Gathered = Callable[[Sequence[Tensor]], AbstractContextManager[Any]]
 
 
 def gather_buckets(
-    model: LoadedModel, gathered: Gathered, generation: int, bucket_bytes: int, *, rank: int
+    model: LoadedModel, gathered: Gathered, generation: int, bucket_bytes: int, *, rank: int, scale: float = 1.0
 ) -> Generator[Bucket, None, Manifest]:
     """Yields every saved tensor once, in its own dtype, at most ``bucket_bytes`` at a time; returns the manifest.
 
     A tensor (or, where transformers writes other names than it holds, a layer) above ``bucket_bytes`` has a bucket of its own.
     All ranks run it to the end; ranks other than 0 take part in the gathers, yield nothing and return an empty manifest.
+    Every floating-point tensor is sent times ``scale``.
     """
     specs: list[TensorSpec] = []
     num_buckets = 0
     for keys in _plan(model, bucket_bytes):
         with gathered([model.tensor(key) for key in keys]):
-            bucket = _pack(checkpoint_tensors(model, keys), generation, num_buckets) if rank == 0 else None
+            bucket = _pack(checkpoint_tensors(model, keys), generation, num_buckets, scale) if rank == 0 else None
         if bucket is not None:
             num_buckets += 1
             specs += bucket.specs
@@ -84,12 +85,14 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _pack(tensors: dict[str, Tensor], generation: int, index: int) -> Bucket:
+def _pack(tensors: dict[str, Tensor], generation: int, index: int, scale: float) -> Bucket:
     sizes = [t.numel() * t.element_size() for t in tensors.values()]
     ends = np.cumsum([0] + [_aligned(size) for size in sizes]).tolist()
     data = np.zeros(ends[-1], dtype=np.uint8)
     specs = []
     for (name, tensor), start, size in zip(tensors.items(), ends, sizes, strict=False):
+        if scale != 1 and tensor.is_floating_point():
+            tensor = tensor * scale  # noqa: PLW2901
         place = data[start : start + size]
         place[:] = tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
         dtype = str(tensor.dtype).removeprefix("torch.")

@@ -82,6 +82,7 @@ class TrainReport:
     metrics: dict[str, float]
     num_optimizer_steps: int  # tried
     num_skipped: int  # of those: not finite
+    moved: bool  # whether a step that was taken had a learning rate and a gradient above 0: then some weight must have changed
 
 
 class Learner:
@@ -194,7 +195,8 @@ class Learner:
             metrics["update/skipped_nonfinite"] = float(len(results) - len(norms))
             if norms:
                 metrics["update/grad_norm"] = sum(norms) / len(norms)
-        return TrainReport(metrics, len(results), sum(result.skipped for result in results))
+        moved = any(not r.skipped and r.learning_rate > 0 and r.grad_norm > 0 for r in results)
+        return TrainReport(metrics, len(results), sum(result.skipped for result in results), moved)
 
     def _forward(self, micro: MicroBatch) -> HeadOutput:
         output: HeadOutput = self.engine.forward(micro.input_ids, micro.positions, micro.targets, self.spec.temperature)
@@ -241,11 +243,17 @@ class Learner:
                 scores |= dict(zip(numbers, np.split(logp.cpu().numpy(), ends), strict=True))
         return [scores[i] for i in range(len(rows))]
 
-    def buckets(self, generation: int) -> Iterator[Bucket]:
-        """The weights under checkpoint names, in compute precision. Only rank 0 yields; the others take part in the gathers."""
+    def buckets(self, generation: int, scale: float = 1.0) -> Iterator[Bucket]:
+        """The weights under checkpoint names, in compute precision, at most two buckets of memory above the model.
+
+        All ranks read it to the end; only rank 0 yields, the others take part in the gathers. ``scale``: what is sent, not what
+        the learner holds, is multiplied by it.
+        """
         self._manifest = None
         bucket_bytes = self.spec.learner.bucket_mib * 2**20
-        self._manifest = yield from gather_buckets(self.model, self.engine.gathered, generation, bucket_bytes, rank=self.rank)
+        self._manifest = yield from gather_buckets(
+            self.model, self.engine.gathered, generation, bucket_bytes, rank=self.rank, scale=scale
+        )
 
     def manifest(self) -> Manifest:
         """What the last ``buckets`` consisted of. Raises RuntimeError while they were not read to the end."""

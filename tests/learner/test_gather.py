@@ -61,6 +61,15 @@ def test_names_and_bytes_are_those_of_the_saved_file(model, stage, make_learner,
     np.testing.assert_allclose(learner.score_tokens([row], 1.0)[0], log_p[range(19), row[1:].astype(int)], atol=tolerance)
 
 
+def test_a_scaled_push_sends_other_bytes_and_leaves_the_weights(make_learner, weights_of):
+    """Times 1 + 2**-6, a factor that is exact in bfloat16."""
+    learner = make_learner(zero_stage=1, dtype=Dtype.bfloat16)
+    before = weights_of(learner)
+    scaled = read(learner.buckets(1, scale=1 + 2**-6))
+    assert scaled == as_read({name: w * (1 + 2**-6) for name, w in before.items()})
+    assert read(learner.buckets(2)) == as_read(before)
+
+
 @pytest.mark.parametrize("bucket_bytes", [1, 5000, 20_000])
 def test_buckets_keep_their_size_and_alignment_and_lose_nothing(bucket_bytes, tiny_models):
     path = tiny_models["qwen3"]

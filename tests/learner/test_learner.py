@@ -168,7 +168,8 @@ def test_b103_groups_without_scores_leave_no_trace(make_learner, rollouts, batch
 
     before = weights_of(learner)
     assert learner.prepare(batch_of(*dropped)).num_mini_batches == 0
-    assert learner.train().num_optimizer_steps == 0
+    report = learner.train()
+    assert (report.num_optimizer_steps, report.moved) == (0, False)
     assert all(torch.equal(before[name], after) for name, after in weights_of(learner).items())
 
 
@@ -208,6 +209,15 @@ def test_with_one_optimizer_step_the_ratio_is_exactly_one(make_learner, rollouts
     learner.prepare(batch_of(*[rollouts.group([1, 0, 1]) for _ in range(3)]))
     metrics = learner.train().metrics
     assert {metrics[f"ratio/{kind}_{sign}"] for kind in ("mean", "max") for sign in ("pos", "neg")} == {1.0}
+
+
+@pytest.mark.parametrize(("values", "rate", "moved"), [([1, 0, 1], 0.1, True), ([1, 0, 1], 0.0, False), ([1, 1, 1], 0.1, False)])
+def test_a_step_says_whether_it_moved_the_weights(values, rate, moved, make_learner, rollouts, batch_of, weights_of):
+    learner = make_learner(learning_rate=rate)
+    before = weights_of(learner)
+    learner.prepare(batch_of(rollouts.group(values)))
+    assert learner.train().moved is moved
+    assert any(not torch.equal(before[name], now) for name, now in weights_of(learner).items()) is moved
 
 
 def test_the_first_mini_batch_has_ratio_exactly_one_also_where_old_logp_is_computed(make_learner, rollouts, batch_of):
@@ -353,7 +363,8 @@ def test_b93_a_streak_of_nan_steps_stops_the_run_with_good_weights(make_learner,
     good = train_once(learner, batch_of(rollouts.group([1, 0])), weights_of)
     for _ in range(2):
         learner.prepare(batch_of(rollouts.group([1, 0])))
-        assert learner.train().num_skipped == 1
+        report = learner.train()
+        assert (report.num_skipped, report.moved) == (1, False)
     learner.prepare(batch_of(rollouts.group([1, 0])))
     with pytest.raises(NonFiniteError, match=r"3 optimizer steps in a row.*max_skipped_steps=2"):
         learner.train()
