@@ -4,9 +4,10 @@
 raises nothing. So every load is first *rehearsed*: the model's own loaders run on tensors without storage, what each would
 have copied is counted, and only a push that fills every parameter exactly is loaded. A refused push has touched nothing.
 
-Three traps of vLLM 0.32 shape the rest. Weights of CPU layers are repacked when they are loaded, so a bare ``load_weights``
+Four traps of vLLM 0.32 shape the rest. Weights of CPU layers are repacked when they are loaded, so a bare ``load_weights``
 fails or is silently ignored: it must run inside a layerwise reload. A tied head keeps its old packed copy through that
-reload: it is packed again here. And what was computed with the old weights stays in the prefix cache: the caller resets it.
+reload: it is packed again here. Experts are packed only when their kernel is built, which a reload skips: it is built anew
+here. And what was computed with the old weights stays in the prefix cache: the caller resets it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import torch
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import (
     _get_original_loader,
@@ -31,6 +34,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.model_executor.model_loader.reload.meta import get_numel_loaded, to_meta_tensor
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+from vllm.platforms import current_platform
 
 from rollout.weights import Bucket, tensor_bytes
 
@@ -60,10 +64,11 @@ def load_tensors(worker: Any, tensors: dict[str, Tensor]) -> list[str]:
         tied = _tied_parameters(model)
         initialize_layerwise_reload(model)
         problems = _rehearse(model, tensors, tied)
-        if not problems:
-            model.load_weights(tensors.items())
-        # Also after a refusal: layers into which nothing was loaded get their own tensors back.
-        finalize_layerwise_reload(model, config.model_config)
+        with _new_expert_kernels(model):
+            if not problems:
+                model.load_weights(tensors.items())
+            # Also after a refusal: layers into which nothing was loaded get their own tensors back.
+            finalize_layerwise_reload(model, config.model_config)
         if not problems:
             repack_tied_heads(model, tied)
     return problems
@@ -74,6 +79,24 @@ def repack_tied_heads(model: nn.Module, tied: Sequence[str]) -> None:
     for name, module in model.named_modules():
         if isinstance(module, ParallelLMHead) and f"{name}.weight" in tied:
             module.quant_method.process_weights_after_loading(module)
+
+
+@contextmanager
+def _new_expert_kernels(model: nn.Module) -> Iterator[None]:
+    """Has the kernels of experts built anew by the layers loaded meanwhile, on CPU, where that packs their weights.
+
+    With a kernel at hand vLLM takes the new weights for packed already: they would be read in the wrong order, without a word.
+    """
+    methods = [getattr(module, "quant_method", None) for module in model.modules()] if current_platform.is_cpu() else []
+    kernels = [(method, method.moe_kernel) for method in methods if isinstance(method, FusedMoEMethodBase)]
+    for method, _ in kernels:
+        method.moe_kernel = None
+    try:
+        yield
+    finally:
+        for method, kernel in kernels:
+            if method.moe_kernel is None:  # nothing was loaded
+                method.moe_kernel = kernel
 
 
 def _tied_parameters(model: nn.Module) -> list[str]:
@@ -123,7 +146,7 @@ def _rehearse(model: nn.Module, tensors: dict[str, Tensor], tied: Sequence[str])
         if name in tied:
             lines += [f"{source}: sent apart, but the engine ties {name} to another tensor" for source in sources]
         elif copied != wanted:
-            missing = _missing_parts(model, name, sources)
+            missing = [part for part in _parts(model, module, name) if part not in tensors]
             lines.append(
                 f"{name}: {copied} of {wanted} elements arrived" + (f"; missing {', '.join(missing)}" if missing else "")
             )
@@ -165,10 +188,14 @@ def _num_wanted(module: nn.Module, param: nn.Parameter) -> int:
     return get_tensor_load_numel(param)
 
 
-def _missing_parts(model: nn.Module, parameter: str, sources: Sequence[str]) -> list[str]:
-    """Checkpoint names of the parts of a fused parameter that no tensor was loaded into."""
+def _parts(model: nn.Module, module: nn.Module, parameter: str) -> list[str]:
+    """Checkpoint names of the tensors that fill a parameter: its own, or those of its parts where it is fused."""
+    if isinstance(module, RoutedExperts):
+        own = parameter.rpartition(".")[2]  # w13_weight
+        stems = [(slot.rpartition(".")[2], part) for slot, part, _, _ in module.get_expert_mapping()]
+        prefix = module.layer_name.removesuffix("experts")
+        return [f"{prefix}{part}{own.removeprefix(stem)}" for stem, part in stems if own.startswith(stem)]
     for fused, parts in getattr(model, "packed_modules_mapping", {}).items():
         if f".{fused}." in parameter:
-            names = [parameter.replace(f".{fused}.", f".{part}.") for part in parts]
-            return [name for name in names if name not in sources]
-    return [] if sources else [parameter]
+            return [parameter.replace(f".{fused}.", f".{part}.") for part in parts]
+    return [parameter]
