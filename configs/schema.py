@@ -112,6 +112,11 @@ class Aggregation(Enum):
     token_sum_norm = "token_sum_norm"
 
 
+class Placement(Enum):
+    split = "split"
+    colocated = "colocated"
+
+
 class Console(Enum):
     auto = "auto"
     live = "live"
@@ -332,6 +337,7 @@ class DeadlinesConfig:
     score_s: float = knob(300.0, "a group's scores")
     prepare_s: float = knob(600.0, "log-probabilities, advantages and weights of a batch")
     train_s: float = knob(1800.0, "the optimizer steps of a batch")
+    receive_s: float = knob(60.0, "an engine to take one bucket of a push, or to swap: one that does not is replaced")
     push_s: float = knob(300.0, "weights to be gathered, received, swapped and proven")
     evaluate_s: float = knob(1800.0, "one evaluation")
     checkpoint_s: float = knob(600.0, "one checkpoint")
@@ -345,6 +351,24 @@ class ClusterConfig:
         "`auto` joins where RAY_ADDRESS is set or inside a Ray job, else starts a private instance; `local` always starts one; or an address",
     )
     num_cpus: int | None = knob(None, "CPUs of a private instance; without one, those this process may use")
+    placement: Placement = knob(
+        Placement.split,
+        "`split`: engines and learner have devices of their own; `colocated`: the same in turn, at rollout.max_lag 0 only",
+    )
+
+
+@dataclass
+class PlanConfig:
+    """The machines that `limen plan` reckons with. A run does not read them: it has the machines it finds."""
+
+    num_gpus: int | None = knob(None, "GPUs in all; 0 is CPU alone; without one, those of this machine")
+    gpus_per_node: int = knob(8, "GPUs of one node")
+    gpu_gib: float = knob(80.0, "memory of one GPU, in GiB")
+    node_memory_gib: float | None = knob(
+        None, "main memory of one node, in GiB; without one, this machine's for a plan on CPU, and not checked for one on GPUs"
+    )
+    cpus: int | None = knob(None, "cores of one node; without one, those this process may use")
+    bandwidth_gb_per_s: float = knob(10.0, "speed at which weights travel to an engine, in 10^9 bytes a second")
 
 
 @dataclass
@@ -384,4 +408,5 @@ class Config:
     checkpoint: CheckpointConfig = knob(CheckpointConfig, "checkpoints")
     deadlines: DeadlinesConfig = knob(DeadlinesConfig, "how long each wait may last")
     cluster: ClusterConfig = knob(ClusterConfig, "Ray")
+    plan: PlanConfig = knob(PlanConfig, "machines that `limen plan` reckons with")
     log: LogConfig = knob(LogConfig, "what is written and shown")

@@ -15,6 +15,8 @@ import numpy as np
 import ray
 
 from configs.schema import RewardConfig
+from orchestrator import cluster
+from orchestrator.handles import StepReport
 from rewards.contract import RewardItem
 from rewards.pool import RewardPool
 from rollout.engine import Engine, EngineError, GroupRequest, Health, SwapReport, TokenScores
@@ -77,9 +79,21 @@ class RolloutActor:
 class LearnerActor:
     """One learner rank."""
 
-    def __init__(self, module: str, spec: dict[str, Any], rank: int, world_size: int) -> None:
-        """``module`` holds LearnerSpec, Learner and RolloutBatch; ``spec`` are the fields of the first."""
-        self._learner = resolve_name(f"{module}:Learner")(resolve_name(f"{module}:LearnerSpec")(**spec), rank, world_size)
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._learner: Any = None
+
+    def rendezvous(self) -> tuple[str, int]:
+        """An address of this node and a free port of it, where the ranks can meet."""
+        address = ray.util.get_node_ip_address()
+        return address, cluster.free_port(address)
+
+    def start(self, module: str, spec: dict[str, Any], address: str, port: int) -> None:
+        """Makes the learner: ``module`` holds LearnerSpec, Learner and RolloutBatch; ``spec`` are the fields of the first. All ranks
+        meet at rank 0's ``address`` and ``port``."""
+        os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        learner_spec = resolve_name(f"{module}:LearnerSpec")(**spec)
+        self._learner = resolve_name(f"{module}:Learner")(learner_spec, self._rank, self._world_size)
         self._batch_type = resolve_name(f"{module}:RolloutBatch")
 
     def facts(self) -> dict[str, Any]:
@@ -99,12 +113,18 @@ class LearnerActor:
         report = self._learner.prepare(self._batch_type(step=step, version=version, groups=groups))
         return dict(report.metrics)
 
-    def train(self) -> tuple[dict[str, float], int]:
+    def train(self) -> StepReport:
         report = self._learner.train()
-        return dict(report.metrics), report.num_optimizer_steps
+        return StepReport(dict(report.metrics), report.num_optimizer_steps, report.moved)
 
-    def buckets(self, generation: int) -> Iterator[Bucket]:
-        yield from self._learner.buckets(generation)
+    def buckets(self, generation: int, scale: float = 1.0) -> Iterator[Bucket]:
+        """Rank 0's stream of buckets, while the other ranks ``gather``."""
+        yield from self._learner.buckets(generation, scale)
+
+    def gather(self, generation: int, scale: float = 1.0) -> None:
+        """Takes part in the gathers of rank 0's ``buckets``."""
+        for _ in self._learner.buckets(generation, scale):
+            raise AssertionError("only rank 0 has buckets to send")
 
     def manifest(self) -> Manifest:
         manifest: Manifest = self._learner.manifest()

@@ -142,11 +142,9 @@ def actor_options(name: str, *, num_cpus: float, num_gpus: float, env: dict[str,
     }
 
 
-def learner_environment(num_threads: int, *, rank: int, world_size: int, address: str, port: int, gpu: bool) -> dict[str, str]:
-    """torch.distributed's variables, and DeepSpeed's choice of accelerator."""
+def learner_environment(num_threads: int, *, rank: int, world_size: int, gpu: bool) -> dict[str, str]:
+    """torch.distributed's variables but for the meeting place, and DeepSpeed's choice of accelerator."""
     environment = {
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_RANK": "0",  # one actor a device: each sees only its own
@@ -156,9 +154,9 @@ def learner_environment(num_threads: int, *, rank: int, world_size: int, address
     return environment if gpu else environment | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def free_port() -> int:
-    """A port that nothing listens on now, for torch.distributed's rendezvous."""
+def free_port(address: str) -> int:
+    """A port of this node's ``address`` that nothing listens on now, for torch.distributed's rendezvous."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((address, 0))
         port: int = probe.getsockname()[1]
         return port

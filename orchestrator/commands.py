@@ -21,8 +21,9 @@ from orchestrator.console import evaluation_lines, printable
 from orchestrator.errors import RunStopped
 from orchestrator.evaluation import choose_prompts, evaluate
 from orchestrator.fleet import RayFleet, RayScorer
-from orchestrator.job import Job, close_actors, make_reward_actor, make_rollout_worker
-from orchestrator.material import ASKED, Material, engine_spec, gather_material, quiet_libraries, request_maker
+from orchestrator.job import Job
+from orchestrator.launch import Launcher, close_actors
+from orchestrator.material import ASKED, Material, gather_material, quiet_libraries, request_maker
 from orchestrator.run_folder import forget_empty, locked, make_run_folder
 from orchestrator.waits import DeadlinePassed, Waits
 from rollout.records import Purpose, Visit
@@ -172,17 +173,12 @@ def _with_engine(config: Config, ask: Callable[[RayFleet, RayScorer, Material], 
     """Starts rollout workers on a saved model and the reward pool, asks, and ends them."""
     stuff = gather_material(config, print)
     model_path = str(saved_model(config.checkpoint_dir)) if config.checkpoint_dir else stuff.model_path
-    gpu = stuff.num_gpus > 0
-    threads = cluster.thread_budget(config, cluster.usable_cpus(), stuff.num_parameters)
+    launcher = Launcher(config, stuff)
 
     async def run() -> int:
         waits, deadlines = Waits(), config.deadlines
-        specs = [
-            engine_spec(config, stuff, name=f"rollout-{i}", model_path=model_path, load_format="auto")
-            for i in range(config.rollout.num_workers)
-        ]
-        workers = [make_rollout_worker(config, spec, num_threads=threads.engine, gpu=gpu) for spec in specs]
-        rewards = make_reward_actor(config)
+        workers = [launcher.rollout_worker(i, model_path=model_path) for i in range(config.rollout.num_workers)]
+        rewards = launcher.rewards()
         actors = [*(worker.actor for worker in workers), rewards]
         interrupt = Interrupt(lambda: False, print)
         try:
@@ -204,7 +200,7 @@ def _with_engine(config: Config, ask: Callable[[RayFleet, RayScorer, Material], 
             interrupt.end_has_begun()
             await close_actors(actors, waits, deadlines.close_s)
 
-    ray_cluster = cluster.start_cluster(config.cluster, cluster.Demand.of(config, gpu=gpu))
+    ray_cluster = cluster.start_cluster(config.cluster, cluster.Demand.of(config, gpu=stuff.num_gpus > 0))
     try:
         return asyncio.run(run())
     finally:

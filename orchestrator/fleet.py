@@ -1,4 +1,4 @@
-"""All rollout workers as one, the reward pool and the learner, as the loop drives them over Ray."""
+"""All rollout workers as one, and the reward pool, as the loop drives them over Ray."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.handles import StepReport
-from orchestrator.stages import Address, Batch, Finished, Scored
+from orchestrator.stages import Address, Finished, Scored
 from rollout.engine import GroupRequest
 from rollout.records import Prompt, Purpose, Visit
 
@@ -124,24 +123,3 @@ class RayScorer:
             questions.append((item.address.place, prompt.text, prompt.answer, prompt.reward))
         scores = await self._actor.score.remote(parcel, questions)
         return [Scored(item.meta, item.address, score) for item, score in zip(items, scores, strict=True)]
-
-
-class RayLearner:
-    """The learner's ranks. One for now; the call goes to all of them and the first one's metrics are the batch's."""
-
-    def __init__(self, ranks: Sequence[Any]) -> None:
-        self.ranks = tuple(ranks)
-
-    async def prepare(self, batch: Batch) -> dict[str, float]:
-        parcels = list({id(kept.scored.address.parcel): kept.scored.address.parcel for kept in batch.groups}.values())
-        number = {id(parcel): i for i, parcel in enumerate(parcels)}
-        places = [(number[id(kept.scored.address.parcel)], kept.scored.address.place) for kept in batch.groups]
-        scores = [kept.scored.scores for kept in batch.groups]
-        reports = await asyncio.gather(
-            *(rank.prepare.remote(batch.step, batch.version, places, scores, parcels) for rank in self.ranks)
-        )
-        return dict(reports[0])
-
-    async def train(self) -> StepReport:
-        metrics, num_steps = (await asyncio.gather(*(rank.train.remote() for rank in self.ranks)))[0]
-        return StepReport(metrics=metrics, num_optimizer_steps=num_steps)

@@ -19,6 +19,7 @@ class StepReport:
 
     metrics: dict[str, float]
     num_optimizer_steps: int
+    moved: bool  # some optimizer step changed the weights
 
 
 class Fleet(Protocol):

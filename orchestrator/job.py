@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import time
 from collections import defaultdict
@@ -12,29 +11,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 from ray.exceptions import RayError
 
 from configs.functions import resolve_function
 from configs.schema import Config
 from learner.selection import SELECTIONS, Decision
-from orchestrator import cluster, material
-from orchestrator.actors import LearnerActor, RewardActor, RolloutActor
+from orchestrator import material
 from orchestrator.checkpoint import Checkpoint, write_checkpoint
 from orchestrator.console import View, evaluation_lines, make_view
 from orchestrator.evaluation import Evaluation, choose_prompts, evaluate
-from orchestrator.fleet import RayFleet, RayLearner, RayScorer, Worker
+from orchestrator.fleet import RayFleet, RayScorer
 from orchestrator.handles import LearnerHandle, Scorer, StepReport
+from orchestrator.launch import Launcher, close_actors
 from orchestrator.ledger import Ledger, Length
 from orchestrator.loop import Loop, LoopSettings
 from orchestrator.material import Material
 from orchestrator.metrics import step_metrics
 from orchestrator.push import RayPusher
+from orchestrator.ranks import RayLearner
 from orchestrator.recorder import Recorder
 from orchestrator.run_folder import write_json
 from orchestrator.stages import Batch, Finished, Scored, StepOutcome
 from orchestrator.waits import DeadlinePassed, LoopLag, Waits
-from rollout.engine import engine_environment
 from rollout.records import Purpose, Score, sampling_seed
 from rollout.sources import DataError
 
@@ -95,16 +93,16 @@ class Job:
         self.view.stage("starting actors")
         self.view.line(f"starting the actors and their models (deadline {self.config.deadlines.start_s:g} s)")
         config, started = self.config, time.monotonic()
-        threads = cluster.thread_budget(config, cluster.usable_cpus(), self._material.num_parameters)
-        self.view.line(f"threads: {threads}")
-        workers = [self._make_worker(f"rollout-{i}", threads.engine) for i in range(config.rollout.num_workers)]
-        learner = self._make_learner(threads.learner)
-        rewards = make_reward_actor(config)
-        self._actors = [*(worker.actor for worker in workers), learner, rewards]
-        facts = await self._wait(
-            asyncio.gather(*(actor.facts.remote() for actor in self._actors)), "actors", "start", config.deadlines.start_s
-        )
-        self._recorder.event("started", actors=facts, threads=str(threads))
+        launcher = Launcher(config, self._material)
+        self.view.line(f"threads: {launcher.threads}")
+        workers = [launcher.rollout_worker(i) for i in range(config.rollout.num_workers)]
+        ranks, rewards = launcher.ranks(), launcher.rewards()
+        self._learner = RayLearner(ranks)
+        self._actors = [*(worker.actor for worker in workers), *ranks, rewards]
+        total = self.num_steps * config.batch.num_mini_batches * config.batch.num_passes
+        await self._start_wait(launcher.start_ranks(ranks, total_optimizer_steps=total), "learner", "start")
+        facts = await self._start_wait(asyncio.gather(*(actor.facts.remote() for actor in self._actors)), "actors", "start")
+        self._recorder.event("started", actors=facts, threads=str(launcher.threads))
         slow = [fact["pid"] for fact in facts if fact["niceness"] > 0]
         if slow:
             self.view.line(
@@ -112,46 +110,23 @@ class Job:
                 "many times over; start the cluster with RAY_worker_niceness=0 in its environment"
             )
         if self._resumed:
-            await self._wait(learner.load.remote(str(self._resumed.learner)), "learner", "load", config.deadlines.start_s)
+            await self._start_wait(self._learner.load(str(self._resumed.learner)), "learner", "load")
         self._fleet = RayFleet(workers, material.request_maker(config, self._material))
         self._scorer: Scorer = RayScorer(rewards, self._material.by_id)
         if config.shuffle_rewards:
             self._scorer = ShufflingScorer(self._scorer, config.seed)
-        self._learner = RayLearner([learner])
         self._pusher = RayPusher(
-            learner,
+            self._learner,
             workers,
             dtype=config.model.dtype,
             temperature=config.rollout.temperature,
             rows=material.proof_rows(config, self._material),
         )
         self.view.stage("first push")
-        await self._wait(self._pusher.push(self._version), "push", f"version {self._version}", config.deadlines.start_s)
-        for agreement in await self._wait(self._pusher.prove(), "push", "proof", config.deadlines.start_s):
+        await self._start_wait(self._pusher.push(self._version), "push", f"version {self._version}")
+        for agreement in await self._start_wait(self._pusher.prove(), "push", "proof"):
             self._recorder.event("proven", **{name: getattr(agreement, name) for name in agreement.__slots__})
         self._seconds["start"] = time.monotonic() - started
-
-    def _make_worker(self, name: str, num_threads: int) -> Worker:
-        spec = material.engine_spec(
-            self.config, self._material, name=name, model_path=self._material.model_path, load_format="dummy"
-        )
-        return make_rollout_worker(self.config, spec, num_threads=num_threads, gpu=self._material.num_gpus > 0)
-
-    def _make_learner(self, num_threads: int) -> Any:
-        gpu = self._material.num_gpus > 0
-        options = cluster.actor_options(
-            "learner-0",
-            num_cpus=1,
-            num_gpus=1 if gpu else 0,
-            env=cluster.learner_environment(
-                num_threads, rank=0, world_size=1, address="127.0.0.1", port=cluster.free_port(), gpu=gpu
-            ),
-            concurrency=1,
-        )
-        batch = self.config.batch
-        total = self.num_steps * batch.num_mini_batches * batch.num_passes
-        spec = material.learner_spec(self.config, self._material, total_optimizer_steps=total)
-        return ray.remote(LearnerActor).options(**options).remote("learner.learner", spec, 0, 1)
 
     async def close(self) -> None:
         """Ends the actors, each within its deadline, and the files."""
@@ -309,9 +284,11 @@ class Job:
             self.event("checkpoint_failed", step=self._step, message=str(error))
 
     async def _save_learner(self, learner_folder: Path, model_folder: Path) -> None:
-        rank = self._learner.ranks[0]
-        await rank.save.remote(str(learner_folder))
-        await rank.export.remote(str(model_folder))
+        await self._learner.save(str(learner_folder))
+        await self._learner.export(str(model_folder))
+
+    async def _start_wait(self, awaitable: Any, owner: str, name: str) -> Any:
+        return await self._wait(awaitable, owner, name, self.config.deadlines.start_s)
 
     async def _wait(self, awaitable: Any, owner: str, name: str, deadline_s: float) -> Any:
         return await self._waits.wait(awaitable, owner=owner, name=name, deadline_s=deadline_s)
@@ -381,37 +358,3 @@ class StagedLearner:
     async def train(self) -> StepReport:
         self._view.stage("train")
         return await self._inner.train()
-
-
-def make_rollout_worker(config: Config, spec: dict[str, Any], *, num_threads: int, gpu: bool) -> Worker:
-    """A rollout actor, starting."""
-    options = cluster.actor_options(
-        spec["name"],
-        num_cpus=config.rollout.tensor_parallel_size,
-        num_gpus=config.rollout.tensor_parallel_size if gpu else 0,
-        env=engine_environment(num_threads=num_threads),
-        concurrency=8,  # the stream of groups, a push, a score and health must not wait for one another
-    )
-    module = material.ENGINE_MODULES[config.rollout.engine.value]
-    return Worker(spec["name"], ray.remote(RolloutActor).options(**options).remote(module, spec))
-
-
-def make_reward_actor(config: Config) -> Any:
-    """The reward pool, starting. It holds one CPU a verifier process in Ray's books."""
-    options = cluster.actor_options(
-        "rewards", num_cpus=config.reward.num_workers, num_gpus=0, env={"OMP_NUM_THREADS": "1"}, concurrency=8
-    )
-    return ray.remote(RewardActor).options(**options).remote(config.reward)
-
-
-async def close_actors(actors: Sequence[Any], waits: Waits, deadline_s: float) -> None:
-    """Asks each actor to close, then kills it: one that does not answer is not waited for twice."""
-    for actor in actors:
-        if hasattr(actor, "close"):
-            with contextlib.suppress(DeadlinePassed, RayError):  # it is killed next
-                await waits.wait(_await(actor.close.remote()), owner="actor", name="close", deadline_s=deadline_s)
-        ray.kill(actor)
-
-
-async def _await(reference: Any) -> Any:
-    return await reference

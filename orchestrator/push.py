@@ -17,6 +17,7 @@ import numpy as np
 from configs.schema import Dtype
 from orchestrator.errors import RunStopped
 from orchestrator.fleet import Worker
+from orchestrator.ranks import RayLearner
 from rollout.engine import SwapReport
 from rollout.weights import Manifest
 
@@ -41,7 +42,9 @@ class Agreement:
 class RayPusher:
     """Pushes from rank 0 of the learner to every worker through Ray's object store (the ``local`` transport)."""
 
-    def __init__(self, learner: Any, workers: Sequence[Worker], *, dtype: Dtype, temperature: float, rows: Sequence[Any]) -> None:
+    def __init__(
+        self, learner: RayLearner, workers: Sequence[Worker], *, dtype: Dtype, temperature: float, rows: Sequence[Any]
+    ) -> None:
         """``rows``: the fixed token ids of the proof, each an int32 array of at least two tokens."""
         self._learner = learner
         self._workers = tuple(workers)
@@ -67,7 +70,7 @@ class RayPusher:
 
     async def prove(self) -> list[Agreement]:
         """Compares every engine with the learner on the fixed tokens. Raises RunStopped where one does not agree."""
-        expected = await self._learner.score_tokens.remote(self._rows, self._temperature)
+        expected = await self._learner.score_tokens(self._rows, self._temperature)
         answers = await asyncio.gather(*(w.actor.score_tokens.remote(self._rows, self._temperature) for w in self._workers))
         agreements = []
         for worker, scores in zip(self._workers, answers, strict=True):
@@ -84,12 +87,11 @@ class RayPusher:
 
     async def _send(self) -> Manifest:
         arriving: list[Any] = []
-        async for bucket in self._learner.buckets.remote(self._generation):
+        async for bucket in self._learner.buckets(self._generation):
             await asyncio.gather(*arriving)  # at most two buckets are under way
             arriving = [worker.actor.receive.remote(bucket) for worker in self._workers]
         await asyncio.gather(*arriving)
-        manifest: Manifest = await self._learner.manifest.remote()
-        return manifest
+        return await self._learner.manifest()
 
 
 def _metrics(manifest: Manifest, reports: Sequence[SwapReport], changed: float | None) -> dict[str, float]:

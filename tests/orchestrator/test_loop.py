@@ -94,7 +94,7 @@ class World:
 
     async def train(self):
         await asyncio.sleep(self.slow)
-        return StepReport({}, 1)
+        return StepReport({}, 1, moved=True)
 
     async def push(self, version):
         await asyncio.sleep(self.slow)

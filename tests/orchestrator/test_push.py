@@ -17,6 +17,7 @@ from orchestrator.actors import LearnerActor, RolloutActor
 from orchestrator.errors import RunStopped
 from orchestrator.fleet import Worker
 from orchestrator.push import RayPusher
+from orchestrator.ranks import RayLearner
 from rollout.engine import engine_environment
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(300)]
@@ -41,8 +42,8 @@ class Saboteur(LearnerActor):
             for parameter in self._learner.model.policy.parameters():
                 parameter.mul_(factor)
 
-    def buckets(self, generation):
-        for bucket in super().buckets(generation):
+    def buckets(self, generation, scale=1.0):
+        for bucket in super().buckets(generation, scale):
             yield _lie(bucket, self.lie)
 
     def manifest(self):
@@ -99,14 +100,20 @@ def pair(request, ray_instance):
     name = f"engine-{request.param}"
     options = cluster.actor_options(name, num_cpus=1, num_gpus=0, env=engine_environment(num_threads=1), concurrency=8)
     engine = ray.remote(RolloutActor).options(**options).remote("rollout.vllm_in_process", spec)
-    environment = cluster.learner_environment(1, rank=0, world_size=1, address="127.0.0.1", port=cluster.free_port(), gpu=False)
+    environment = cluster.learner_environment(1, rank=0, world_size=1, gpu=False)
     options = cluster.actor_options(f"learner-{request.param}", num_cpus=1, num_gpus=0, env=environment, concurrency=1)
-    learner = (
-        ray.remote(Saboteur)
-        .options(**options)
-        .remote("learner.learner", material.learner_spec(config, stuff, total_optimizer_steps=1), 0, 1)
+    learner = ray.remote(Saboteur).options(**options).remote(0, 1)
+    ray.get(
+        learner.start.remote(
+            "learner.learner",
+            material.learner_spec(config, stuff, total_optimizer_steps=1),
+            *ray.get(learner.rendezvous.remote()),
+        )
     )
-    yield learner, RayPusher(learner, [Worker("rollout-0", engine)], dtype=Dtype.float32, temperature=0.7, rows=ROWS)
+    yield (
+        learner,
+        RayPusher(RayLearner([learner]), [Worker("rollout-0", engine)], dtype=Dtype.float32, temperature=0.7, rows=ROWS),
+    )
     for actor in (engine, learner):
         ray.kill(actor)
 
