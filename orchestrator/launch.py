@@ -15,6 +15,7 @@ from orchestrator import cluster, material
 from orchestrator.actors import LearnerActor, RewardActor, RolloutActor
 from orchestrator.fleet import Worker
 from orchestrator.material import Material
+from orchestrator.threads import thread_budget, usable_cpus
 from orchestrator.waits import DeadlinePassed, Waits
 from rollout.engine import engine_environment
 
@@ -28,7 +29,7 @@ class Launcher:
         self._config = config
         self._material = stuff
         self._gpu = stuff.num_gpus > 0
-        self.threads = cluster.thread_budget(config, cluster.usable_cpus(), stuff.num_parameters)
+        self.threads = thread_budget(config, usable_cpus(), stuff.num_parameters)
 
     def rollout_worker(self, number: int, *, replacement: int = 0, model_path: str | None = None) -> Worker:
         """A worker whose engine starts from random weights, or from those at ``model_path``. ``replacement`` counts those before it."""
