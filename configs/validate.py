@@ -93,6 +93,12 @@ _BOUNDS: dict[str, tuple[float, bool, float | None]] = {
     "checkpoint.every": _FROM_0,
     "checkpoint.keep_last": _FROM_1,
     "cluster.num_cpus": _FROM_1,
+    "plan.num_gpus": _FROM_0,
+    "plan.gpus_per_node": _FROM_1,
+    "plan.gpu_gib": _ABOVE_0,
+    "plan.node_memory_gib": _ABOVE_0,
+    "plan.cpus": _FROM_1,
+    "plan.bandwidth_gb_per_s": _ABOVE_0,
     "log.samples_mib": _FROM_0,
     "log.samples_per_step": _FROM_0,
 } | {key: _ABOVE_0 for key, _ in schema_keys(Config) if key.startswith("deadlines.")}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ EMBEDDED_VOCAB = 128  # the character tokenizer's size
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # model types that these formulas count exactly
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Shape:
     """A decoder. With experts, ``intermediate`` is the width of one, and every layer has them."""
 
@@ -67,11 +68,11 @@ class Shape:
         table = self.vocab * self.hidden
         return [table, self.hidden] if self.tied else [table, self.hidden, table]
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         return self.num_layers * sum(self.layer_tensors()) + sum(self.end_tensors())
 
-    @property
+    @cached_property
     def num_tensors(self) -> int:
         """Of a checkpoint, and so of a push."""
         return self.num_layers * len(self.layer_tensors()) + len(self.end_tensors())
@@ -81,7 +82,7 @@ class Shape:
         """Elements of the learner's largest: there the gate and up matrices of all experts of a layer are one."""
         return max(self.vocab * self.hidden, max(1, 2 * self.num_experts) * self.hidden * self.intermediate)
 
-    @property
+    @cached_property
     def largest_unit(self) -> int:
         """Elements that a push never splits: a tensor, or a whole layer where experts are fused (learner/gather.py)."""
         layer = sum(self.layer_tensors()) if self.num_experts else max(self.layer_tensors())
@@ -119,8 +120,9 @@ def model_shape(model: ModelConfig) -> Shape:
 
 def read_shape(config: Mapping[str, Any], where: str) -> Shape:
     """The shape from the values of a ``config.json``; ``where`` names it in errors."""
-    needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-    kind = config.get("model_type")
+    kind, experts = config.get("model_type"), config.get("num_experts") or 0
+    needed = ["num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"]
+    needed += ["moe_intermediate_size", "num_experts_per_tok"] if experts else ["intermediate_size"]
     missing = [key for key in needed if not isinstance(config.get(key), int)]
     if kind not in KINDS:
         raise InputError(f"{where}: model_type={kind}: plan counts {', '.join(KINDS)}")
@@ -128,7 +130,6 @@ def read_shape(config: Mapping[str, Any], where: str) -> Shape:
         raise InputError(f"{where}: {', '.join(missing)} is missing")
     if config.get("mlp_only_layers") or (config.get("decoder_sparse_step") or 1) != 1:
         raise InputError(f"{where}: some layers have experts and some have none: plan counts models whose layers are alike")
-    experts = config.get("num_experts") or 0
     bias = bool(config.get("attention_bias", False))
     return Shape(
         num_layers=config["num_hidden_layers"],
