@@ -259,6 +259,7 @@ class LearnerConfig:
     num_threads: int | None = knob(None, "threads of a rank on CPU; without one, set by the plan")
     max_skipped_steps: int = knob(3, "non-finite optimizer steps in a row before the run stops")
     bucket_mib: int = knob(64, "size of one bucket of a weight push, in MiB")
+    export_shard_mib: int = knob(4096, "size of one file of the model in a checkpoint, in MiB")
     optimizer: OptimizerConfig = knob(OptimizerConfig, "optimizer and schedule")
 
 

@@ -72,6 +72,7 @@ _BOUNDS: dict[str, tuple[float, bool, float | None]] = {
     "learner.num_threads": _FROM_1,
     "learner.max_skipped_steps": _FROM_0,
     "learner.bucket_mib": _FROM_1,
+    "learner.export_shard_mib": _FROM_1,
     "learner.optimizer.learning_rate": _FROM_0,
     "learner.optimizer.beta1": _BETA,
     "learner.optimizer.beta2": _BETA,
@@ -176,10 +177,6 @@ def _check_rollout(config: Config) -> None:
 
 def _check_learner(config: Config) -> None:
     learner, kl = config.learner, config.algorithm.kl
-    if learner.num_ranks > 1:
-        raise ConfigError(
-            f"learner.num_ranks={learner.num_ranks}: more than one rank is not built yet; learner.num_ranks=1 works"
-        )
     if config.model.dtype is Dtype.bfloat16 and learner.zero_stage == 0:
         raise ConfigError(
             "model.dtype=bfloat16, learner.zero_stage=0: without a stage DeepSpeed accumulates gradients in bfloat16; "

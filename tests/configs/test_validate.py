@@ -39,7 +39,6 @@ COMBINATIONS = {
         [["learner.optimizer.warmup_steps=0"], ["learner.optimizer.warmup_ratio=0"]],
     ),
     ("rollout.max_lag=1",): ("rollout.oversample=2", [["rollout.oversample=1"], ["rollout.max_lag=0"]]),
-    ("learner.num_ranks=2",): ("learner.num_ranks=2", [["learner.num_ranks=1"]]),
     ("data.last_batch=keep", "rollout.max_lag=1", "rollout.oversample=1"): (
         "data.last_batch=keep",
         [["rollout.max_lag=0"], ["data.last_batch=drop"]],
