@@ -1,27 +1,33 @@
-"""Whether a run fits its machines: counts of workers and ranks, their places, the memory of each device and node, and the smallest
-change that makes a run fit which does not. Pure arithmetic, for `limen plan`."""
+"""Whether a run fits its machines: counts of workers and ranks, their places, the memory of each device and node.
+
+Pure arithmetic, for `limen plan`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
-from configs.errors import ConfigError
 from configs.schema import Config, Placement, PlanConfig
-from configs.validate import check_values
-from orchestrator.footprint import GIB, Item, Use, completion_cache_bytes, engine_use, learner_use, longest_row, weight_bytes
+from orchestrator.footprint import (
+    GIB,
+    Item,
+    Use,
+    completion_cache_bytes,
+    engine_use,
+    has_reference,
+    learner_use,
+    longest_row,
+    reference_bytes,
+    weight_bytes,
+)
 from orchestrator.shapes import Shape
 
 COUNTS = ("rollout.num_workers", "rollout.tensor_parallel_size", "learner.num_ranks")
 STATES = ("master weights", "moments", "gradients")  # what a colocated learner lays aside while the engine has the device
 ENGINE_WIDTHS = (1, 2, 4, 8)  # devices of one engine that are tried
-SEVERAL = 64  # GPUs up to which every number is tried
-GPU_SIZES_GIB = (16, 24, 32, 40, 48, 64, 80, 96, 141, 192, 288, *(2**n for n in range(9, 20)))
 
 Nodes = tuple[tuple[tuple[str, ...], ...], ...]  # node, device, roles on it
 
@@ -82,7 +88,7 @@ class Fit:
         """Bytes of the fullest device; on CPU of the node."""
         if self.machines.num_gpus == 0:
             return self.node.total
-        return max(self.turns) if _colocated(self.config) else max(self.learner.total, self.engine.total)
+        return max(self.turns) if colocated(self.config) else max(self.learner.total, self.engine.total)
 
     @property
     def turns(self) -> tuple[int, int]:
@@ -113,6 +119,19 @@ def with_counts(config: Config, counts: tuple[int, int, int]) -> Config:
     return config
 
 
+def with_key(config: Any, key: str, value: Any) -> Any:
+    """A copy of a configuration with one dotted key set."""
+    name, _, rest = key.partition(".")
+    return dataclasses.replace(config, **{name: with_key(getattr(config, name), rest, value) if rest else value})
+
+
+def halves(value: int, least: int) -> Iterator[int]:
+    """Half of ``value``, half of that and so on, down to ``least``."""
+    while value // 2 >= least:
+        value //= 2
+        yield value
+
+
 def _splits(config: Config, shape: Shape, machines: Machines) -> Iterator[tuple[int, int, int]]:
     """(workers, devices of each, ranks) in the order in which they are tried: the narrowest engines first, on half of the GPUs,
     then a quarter and so on, so that the learner gets more. Colocated, engines and ranks take them all."""
@@ -120,12 +139,12 @@ def _splits(config: Config, shape: Shape, machines: Machines) -> Iterator[tuple[
     for width in ENGINE_WIDTHS:
         if width > machines.gpus_per_node or shape.num_heads % width:
             continue
-        if _colocated(config):
+        if colocated(config):
             workers = sum(size // width for size in machines.node_sizes)
             if workers:
                 yield workers, width, workers * width
             continue
-        for workers in (max(1, num // 2 // width), *_halves(num // 2 // width, 1)):
+        for workers in (max(1, num // 2 // width), *halves(num // 2 // width, 1)):
             if num > workers * width:
                 yield workers, width, num - workers * width
 
@@ -146,7 +165,7 @@ def place(config: Config, machines: Machines) -> Nodes | None:
         for device in bundle:
             device.append(name)
     devices = [device for node in nodes for device in node]
-    devices = sorted(devices, key=lambda device: not device) if _colocated(config) else [d for d in devices if not d]
+    devices = sorted(devices, key=lambda device: not device) if colocated(config) else [d for d in devices if not d]
     if len(devices) < len(ranks):
         return None
     for name, device in zip(ranks, devices, strict=False):
@@ -154,7 +173,7 @@ def place(config: Config, machines: Machines) -> Nodes | None:
     return tuple(tuple(tuple(device) for device in node) for node in nodes)
 
 
-def _colocated(config: Config) -> bool:
+def colocated(config: Config) -> bool:
     return config.cluster.placement is Placement.colocated
 
 
@@ -171,7 +190,7 @@ def _measure(config: Config, shape: Shape, machines: Machines) -> Fit:
 
 
 def _node_use(config: Config, shape: Shape, nodes: Nodes, learner: Use, engine: Use, *, gpu: bool) -> Use:
-    """Main memory of the fullest node. Every rank loads the whole model before DeepSpeed takes it, whatever the ZeRO stage."""
+    """Main memory of the fullest node. Every rank loads the whole model, and copies it for the reference, before DeepSpeed takes it."""
     weights, engines = (
         weight_bytes(config) * shape.num_parameters,
         config.rollout.num_workers * config.rollout.tensor_parallel_size,
@@ -179,8 +198,10 @@ def _node_use(config: Config, shape: Shape, nodes: Nodes, learner: Use, engine: 
     items = [Item("a push in Ray's object store", weights, False)]
     if gpu:
         ranks = max((sum(role.startswith("learner") for device in node for role in device) for node in nodes), default=0)
-        aside = learner.of(*STATES) if _colocated(config) else 0
-        items.append(Item(f"{ranks} ranks loading, or states laid aside", ranks * max(weights, aside), False))
+        loading = weights * (1 + has_reference(config))
+        kept = reference_bytes(shape, config, gpu=True)[1] + (learner.of(*STATES) if colocated(config) else 0)
+        items.append(Item(f"{ranks} ranks, as they load the model", ranks * loading, False))
+        items.append(Item(f"{ranks} ranks, what they keep beyond that", ranks * max(0, kept - loading), False))
     else:
         items.append(Item(f"{engines} x an engine", engines * engine.total, True))
         items.append(Item(f"{config.learner.num_ranks} x a learner rank", config.learner.num_ranks * learner.total, True))
@@ -202,7 +223,7 @@ def _problems(found: Fit, shape: Shape) -> Iterator[str]:
         )
     if gpu:
         names, uses = ("a learner rank", "an engine"), (found.learner.total, found.engine.total)
-        if _colocated(config):
+        if colocated(config):
             names, uses = ("the learner's turn", "the engine's turn"), found.turns
         for name, used in zip(names, uses, strict=True):
             if used > machines.gpu_bytes:
@@ -216,98 +237,3 @@ def _problems(found: Fit, shape: Shape) -> Iterator[str]:
 
 def gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.1f} GiB"
-
-
-# ---- the smallest change --------------------------------------------------------------------------------------------------------
-
-
-def smallest_change(config: Config, shape: Shape, here: Here) -> tuple[str, ...]:
-    """Overrides that make the run fit: the first single key, in the order of ``_changes``, else the first pair, else the first three.
-
-    Three always do: GPUs enough for the counts, each large enough, and nodes large enough, or one of these and other counts.
-    """
-    values: dict[str, list[Any]] = {}
-    for key, value in _changes(config, shape, here):
-        values.setdefault(key, []).append(value)
-    for number in (1, 2, 3):
-        for keys in itertools.combinations(values, number):
-            chosen = _first_that_fits(
-                config, [(key, values[key] if number < 3 else values[key][-1:]) for key in keys], shape, here
-            )
-            if chosen is not None:
-                return tuple(f"{key}={_text(functools.reduce(getattr, key.split('.'), chosen))}" for key in keys)
-    return ()
-
-
-def _first_that_fits(config: Config, changes: list[tuple[str, list[Any]]], shape: Shape, here: Here) -> Config | None:
-    """The configuration with the first values that fit. The last key is tried at its end first where it only ever adds machines:
-    where that does not help, none of its values does."""
-    (key, options), *rest = changes
-    adds_machines = key.startswith("plan.") and len(options) > 1 and not rest
-    if adds_machines and _first_that_fits(config, [(key, options[-1:])], shape, here) is None:
-        return None
-    for value in options:
-        changed = with_key(config, key, value)
-        found = _first_that_fits(changed, rest, shape, here) if rest else changed if _fits(changed, shape, here) else None
-        if found is not None:
-            return found
-    return None
-
-
-def _fits(config: Config, shape: Shape, here: Here) -> bool:
-    if fit(config, shape, here).problems:
-        return False
-    try:
-        check_values(config)
-    except ConfigError:
-        return False
-    return True
-
-
-def _changes(config: Config, shape: Shape, here: Here) -> Iterator[tuple[str, Any]]:
-    """Single keys that save memory, what costs least first: settings of the learner, of the engine, counts, then other machines."""
-    learner, rollout, machines = config.learner, config.rollout, Machines.of(config.plan, here)
-    gpu, width = machines.num_gpus > 0, rollout.tensor_parallel_size
-    if not learner.gradient_checkpointing:
-        yield "learner.gradient_checkpointing", True
-    yield from (("learner.zero_stage", stage) for stage in range(learner.zero_stage + 1, 4))
-    yield from (("batch.tokens_per_micro_batch", n) for n in _halves(config.batch.tokens_per_micro_batch, longest_row(config)))
-    yield from (("rollout.max_running", n) for n in _halves(rollout.max_running, 8))
-    if gpu:
-        yield from (("rollout.gpu_memory_share", n / 10) for n in range(9, 1, -1))
-    else:
-        one = completion_cache_bytes(shape, config, gpu=False)
-        yield "rollout.cache_gib", -(-one * 4 // GIB) / 4  # a quarter of a GiB at a time
-    if not (gpu and has_default_counts(config)):  # else they are proposed anyway
-        widths = [w for w in ENGINE_WIDTHS if w > width] * gpu + [w for w in reversed(ENGINE_WIDTHS) if w < width]
-        yield from (("rollout.tensor_parallel_size", n) for n in widths)
-        yield from (("learner.num_ranks", n) for n in range(learner.num_ranks + 1, machines.num_gpus + 1))
-        yield from (("rollout.num_workers", n) for n in range(rollout.num_workers - 1, 0, -1))
-        yield from (("learner.num_ranks", n) for n in range(learner.num_ranks - 1, 0, -1))
-    if gpu and not _colocated(config):
-        yield "cluster.placement", Placement.colocated
-    if gpu:
-        needed = rollout.num_workers * width + learner.num_ranks + machines.gpus_per_node
-        sizes = [*range(1, SEVERAL + 1), *(n for n in (96, 128, 256, 512, needed) if n > SEVERAL)]
-        yield from (("plan.num_gpus", n) for n in sizes if n > machines.num_gpus)
-        yield from (("plan.gpu_gib", float(n)) for n in GPU_SIZES_GIB if n * GIB > machines.gpu_bytes)
-    if machines.node_bytes is not None:
-        yield from (("plan.node_memory_gib", float(2**n)) for n in range(2, 20) if 2**n * GIB > machines.node_bytes)
-
-
-def _halves(value: int, least: int) -> Iterator[int]:
-    while value // 2 >= least:
-        value //= 2
-        yield value
-
-
-def with_key(config: Any, key: str, value: Any) -> Any:
-    """A copy of a configuration with one dotted key set."""
-    name, _, rest = key.partition(".")
-    return dataclasses.replace(config, **{name: with_key(getattr(config, name), rest, value) if rest else value})
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, Enum):
-        return str(value.value)
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}"

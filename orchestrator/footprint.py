@@ -57,6 +57,22 @@ def micro_batch_tokens(config: Config) -> int:
     return min(max(config.batch.tokens_per_micro_batch, longest), mini_batch_samples(config.batch) * longest)
 
 
+def has_reference(config: Config) -> bool:
+    """Whether ranks hold a frozen copy of the model: only a KL term reads it."""
+    return config.learner.reference is Reference.frozen and config.algorithm.kl.kind is not KlKind.off
+
+
+def reference_bytes(shape: Shape, config: Config, *, gpu: bool) -> tuple[int, int]:
+    """Of one rank, on its device and in main memory: whole below ZeRO-3; there its part, on GPUs kept in main memory."""
+    width, num, learner = weight_bytes(config), shape.num_parameters, config.learner
+    if not has_reference(config):
+        return 0, 0
+    if learner.zero_stage < 3:
+        return width * num, 0
+    part = width * -(-num // learner.num_ranks)
+    return (0, part) if gpu else (part, 0)
+
+
 def mini_batch_samples(batch: BatchConfig) -> int:
     """Completions of one optimizer step, over all ranks."""
     return -(-batch.groups_per_step // batch.num_mini_batches) * batch.group_size
@@ -90,8 +106,7 @@ def learner_use(shape: Shape, config: Config, *, gpu: bool) -> Use:
     rows = min(learner.head_chunk_rows, tokens)
     buffers = 4 * 2 * rows * shape.vocab + (2 * rows * shape.vocab if gpu and width == 2 else 0)
     items.append(Item("head workspace", buffers, False))
-    if learner.reference is Reference.frozen and config.algorithm.kl.kind is not KlKind.off:
-        items.append(Item("reference", width * num, False))
+    items.append(Item("reference", reference_bytes(shape, config, gpu=gpu)[0], False))
     items.append(Item("push buckets", 2 * bucket_bytes(shape, config), False))
     items.append(Item("runtime", RUNTIME_BYTES[gpu], True))
     return Use(tuple(items))

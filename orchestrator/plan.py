@@ -14,8 +14,9 @@ import psutil
 
 from configs.errors import InputError
 from configs.schema import Config, SourceKind
+from orchestrator.changes import smallest_change
 from orchestrator.doctor import command_output
-from orchestrator.fitting import COUNTS, Fit, Here, Machines, Nodes, fit, gib, has_default_counts, smallest_change
+from orchestrator.fitting import COUNTS, Fit, Here, Machines, Nodes, fit, gib, has_default_counts
 from orchestrator.footprint import (
     GIB,
     MIB,
