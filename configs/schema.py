@@ -65,6 +65,12 @@ class EngineForm(Enum):
     async_core = "async_core"
 
 
+class Transport(Enum):
+    local = "local"
+    nccl = "nccl"
+    ipc = "ipc"
+
+
 class OnSwap(Enum):
     recompute = "recompute"
     keep = "keep"
@@ -218,6 +224,10 @@ class RolloutConfig:
     max_lag: int = knob(0, "how many versions ahead of its generation a group may be consumed; 0 is synchronous")
     max_token_lag: int | None = knob(None, "drop a group with a token older than this many versions")
     on_swap: OnSwap = knob(OnSwap.recompute, "what happens to running requests when weights are swapped")
+    transport: Transport = knob(
+        Transport.local,
+        "how pushed weights travel: `local` through Ray's object store; between GPUs `nccl`, or `ipc` on one GPU: both written, never run",
+    )
     oversample: float = knob(
         1.0, "open visits beyond `max_lag`, in batches: above 1 keeps the engines full while a filtered batch fills"
     )

@@ -14,7 +14,7 @@ from typing import Any
 from configs.build import schema_keys
 from configs.errors import ConfigError, did_you_mean
 from configs.paths import BUILT_IN
-from configs.schema import Config, Dtype, KlKind, LastBatch, Reference, SourceKind
+from configs.schema import Config, Dtype, KlKind, LastBatch, Reference, SourceKind, Transport
 
 GROUP_RELATIVE = {"grpo"}  # advantages that compare the members of a group
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -166,6 +166,11 @@ def _check_rollout(config: Config) -> None:
         raise ConfigError(
             f"rollout.oversample={rollout.oversample:g}, rollout.max_lag={rollout.max_lag}: above lag 0 every dropped group makes room "
             "at once and the engines stay full, so more open visits only make tokens older than max_lag; rollout.oversample=1 works"
+        )
+    if rollout.transport is Transport.ipc and rollout.num_workers > 1:
+        raise ConfigError(
+            f"rollout.transport=ipc, rollout.num_workers={rollout.num_workers}: handles open on the learner's own GPU only, where one "
+            "engine runs; rollout.transport=nccl or local works, or rollout.num_workers=1"
         )
     bound = rollout.max_visits_per_step
     if bound is not None and bound < config.batch.groups_per_step:

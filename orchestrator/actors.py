@@ -21,7 +21,8 @@ from rewards.contract import RewardItem
 from rewards.pool import RewardPool
 from rollout.engine import Engine, EngineError, GroupRequest, Health, SwapReport, TokenScores
 from rollout.records import Group, GroupMeta, Score, ScoredGroup, Visit, describe_group
-from rollout.weights import Bucket, Manifest
+from rollout.transports import Invitation, Parcel, make_receiver
+from rollout.weights import Manifest
 
 
 def process_facts() -> dict[str, Any]:
@@ -32,8 +33,9 @@ def process_facts() -> dict[str, Any]:
 class RolloutActor:
     """A rollout worker: one engine."""
 
-    def __init__(self, module: str, spec: dict[str, Any]) -> None:
+    def __init__(self, module: str, spec: dict[str, Any], transport: str = "local") -> None:
         """``module`` holds EngineSpec and make_engine; ``spec`` are the fields of the former."""
+        self._receiver = make_receiver(transport)
         self._engine: Engine = resolve_name(f"{module}:make_engine")(resolve_name(f"{module}:EngineSpec")(**spec))
         self._closed = threading.Event()
 
@@ -56,10 +58,19 @@ class RolloutActor:
                 yield [describe_group(group) for group in groups]
                 yield groups
 
-    def receive(self, bucket: Bucket) -> None:
-        self._engine.receive(bucket)
+    def open_push(self, invitation: Invitation, place: int) -> None:
+        """Joins a generation, where the transport's two sides must meet (``rollout.transports.MEETS``)."""
+        self._receiver.open(invitation, place)
+
+    def receive(self, parcel: Parcel) -> None:
+        self._engine.receive(self._receiver.fetch(parcel))
+
+    def abort_push(self) -> None:
+        """Whatever waits in ``receive`` fails at once; the next generation finds everything ready."""
+        self._receiver.abort()
 
     def swap(self, version: int, manifest: Manifest) -> SwapReport:
+        self._receiver.close()
         return self._engine.swap(version, manifest)
 
     def score_tokens(self, rows: Sequence[np.ndarray[Any, Any]], temperature: float) -> list[TokenScores]:
@@ -88,13 +99,15 @@ class LearnerActor:
         address = ray.util.get_node_ip_address()
         return address, cluster.free_port(address)
 
-    def start(self, module: str, spec: dict[str, Any], address: str, port: int) -> None:
+    def start(self, module: str, spec: dict[str, Any], address: str, port: int, transport: str = "local") -> None:
         """Makes the learner: ``module`` holds LearnerSpec, Learner and RolloutBatch; ``spec`` are the fields of the first. All ranks
         meet at rank 0's ``address`` and ``port``."""
         os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
         learner_spec = resolve_name(f"{module}:LearnerSpec")(**spec)
         self._learner = resolve_name(f"{module}:Learner")(learner_spec, self._rank, self._world_size)
         self._batch_type = resolve_name(f"{module}:RolloutBatch")
+        self._sender = resolve_name("learner.sending:make_sender")(transport, ray.util.get_node_ip_address())
+        self._send_all = resolve_name("learner.sending:send_all")
 
     def facts(self) -> dict[str, Any]:
         return process_facts()
@@ -117,9 +130,18 @@ class LearnerActor:
         report = self._learner.train()
         return StepReport(dict(report.metrics), report.num_optimizer_steps, report.moved)
 
-    def buckets(self, generation: int, scale: float = 1.0) -> Iterator[Bucket]:
-        """Rank 0's stream of buckets, while the other ranks ``gather``."""
-        yield from self._learner.buckets(generation, scale)
+    def open_push(self, generation: int, num_receivers: int) -> Invitation:
+        """Rank 0: begins a generation, where the transport's two sides must meet (``rollout.transports.MEETS``)."""
+        invitation: Invitation = self._sender.open(generation, num_receivers)
+        return invitation
+
+    def buckets(self, generation: int, scale: float = 1.0) -> Iterator[Parcel]:
+        """Rank 0's stream of parcels, while the other ranks ``gather``."""
+        yield from self._send_all(self._sender, self._learner.buckets(generation, scale))
+
+    def abort_push(self) -> None:
+        """Rank 0: whatever waits for a receiver fails at once, and the buckets that remain are gathered without being sent."""
+        self._sender.abort()
 
     def gather(self, generation: int, scale: float = 1.0) -> None:
         """Takes part in the gathers of rank 0's ``buckets``."""
@@ -127,6 +149,8 @@ class LearnerActor:
             raise AssertionError("only rank 0 has buckets to send")
 
     def manifest(self) -> Manifest:
+        """Of the last ``buckets``, once every receiver has each of its parcels: this ends their generation."""
+        self._sender.close()
         manifest: Manifest = self._learner.manifest()
         return manifest
 

@@ -18,6 +18,7 @@ from orchestrator.material import Material
 from orchestrator.threads import thread_budget, usable_cpus
 from orchestrator.waits import DeadlinePassed, Waits
 from rollout.engine import engine_environment
+from rollout.transports import MEETS
 
 LEARNER_MODULE = "learner.learner"
 
@@ -46,7 +47,9 @@ class Launcher:
             concurrency=8,  # the stream of groups, a push, a score and health must not wait for one another
         )
         module = material.ENGINE_MODULES[self._config.rollout.engine.value]
-        return Worker(name, ray.remote(RolloutActor).options(**options).remote(module, spec))
+        return Worker(
+            name, ray.remote(RolloutActor).options(**options).remote(module, spec, self._config.rollout.transport.value)
+        )
 
     def ranks(self) -> list[Any]:
         """The learner's ranks, without a learner yet: see ``start_ranks``."""
@@ -58,7 +61,7 @@ class Launcher:
                 num_cpus=1,
                 num_gpus=1 if self._gpu else 0,
                 env=cluster.learner_environment(self.threads.learner, rank=rank, world_size=world_size, gpu=self._gpu),
-                concurrency=1,
+                concurrency=2 if self._config.rollout.transport.value in MEETS else 1,  # an abort must not wait for what it ends
             )
             actors.append(ray.remote(LearnerActor).options(**options).remote(rank, world_size))
         return actors
@@ -67,7 +70,8 @@ class Launcher:
         """Makes the learners, which meet at an address of rank 0's choosing."""
         spec = material.learner_spec(self._config, self._material, total_optimizer_steps=total_optimizer_steps)
         address, port = await ranks[0].rendezvous.remote()
-        await asyncio.gather(*(rank.start.remote(LEARNER_MODULE, spec, address, port) for rank in ranks))
+        transport = self._config.rollout.transport.value
+        await asyncio.gather(*(rank.start.remote(LEARNER_MODULE, spec, address, port, transport) for rank in ranks))
 
     def rewards(self) -> Any:
         """The reward pool. It holds one CPU a verifier process in Ray's books."""
