@@ -44,6 +44,10 @@ COMBINATIONS = {
         [["rollout.max_lag=0"], ["data.last_batch=drop"]],
     ),
     ("rollout.max_model_tokens=37",): ("data.max_prompt_tokens=32 + rollout.max_new_tokens=6", [["rollout.max_model_tokens=38"]]),
+    ("rollout.transport=ipc", "rollout.num_workers=2"): (
+        "rollout.num_workers=2",
+        [["rollout.transport=nccl"], ["rollout.transport=local"], ["rollout.num_workers=1"]],
+    ),
     ("rollout.max_visits_per_step=31",): ("batch.groups_per_step=32", [["rollout.max_visits_per_step=32"]]),
     ("model.embedded.num_heads=5",): ("num_kv_heads=3", [["model.embedded.num_heads=6"]]),
     ("model.embedded.max_digits=2",): ("model.embedded.digit_weights", [["model.embedded.digit_weights=[1.0, 1.0]"]]),
