@@ -95,10 +95,8 @@ def learner_use(shape: Shape, config: Config, *, gpu: bool) -> Use:
     items = [Item("weights", width * sharded, False)]
     if learner.zero_stage == 3:
         items.append(Item("gathered weights", width * min(num, LIVE_ELEMENTS), False))
-    if learner.zero_stage in (1, 2) or (
-        learner.zero_stage == 3 and width == 2
-    ):  # else the weights are float32 and stepped themselves
-        items.append(Item("master weights", 4 * stepped, False))
+    if learner.zero_stage > 0:  # also of float32 weights: DeepSpeed steps on a copy
+        items.append(Item("master weights", 4 * part, False))
     items.append(Item("moments", 8 * stepped if learner.optimizer.name is Optimizer.adamw else 0, False))
     items += _gradients(shape, learner, width, part, gpu=gpu)
     tokens = micro_batch_tokens(config)
