@@ -83,7 +83,8 @@ SHAPE = {
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory) -> dict[str, str]:
-    """Folders of a tied Llama, an untied Qwen3 and a GPT-2 (learned positions, dropout), random, with a character tokenizer."""
+    """Folders of a tied Llama, an untied Qwen3, a GPT-2 (learned positions, dropout) and a model that two ranks do not divide
+    evenly, random, with a character tokenizer."""
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     from rollout.tokenizer import character_tokenizer
@@ -94,6 +95,7 @@ def tiny_models(tmp_path_factory) -> dict[str, str]:
         "llama": LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)),
         "qwen3": Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=False)),
         "gpt2": GPT2LMHeadModel(gpt2),
+        "odd": Qwen3ForCausalLM(Qwen3Config(**SHAPE | {"hidden_size": 33}, tie_word_embeddings=True)),
     }
     root = tmp_path_factory.mktemp("models")
     for name, model in models.items():
