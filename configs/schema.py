@@ -336,7 +336,8 @@ class SampleConfig:
 @dataclass
 class CheckpointConfig:
     every: int = knob(50, "steps between checkpoints; 0 saves only at the end")
-    keep_last: int = knob(2, "checkpoints kept")
+    keep_last: int = knob(2, "newest checkpoints kept")
+    keep_best: bool = knob(True, "keep beside them the one with the best held-out pass@1, among those whose step was evaluated")
 
 
 @dataclass

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
@@ -16,7 +17,9 @@ import ray
 
 from configs.schema import RewardConfig
 from orchestrator import cluster
+from orchestrator.checkpoint import Files, describe_files
 from orchestrator.handles import StepReport
+from orchestrator.shared_folder import FolderView, look_from
 from rewards.contract import RewardItem
 from rewards.pool import RewardPool
 from rollout.engine import Engine, EngineError, GroupRequest, Health, SwapReport, TokenScores
@@ -158,14 +161,19 @@ class LearnerActor:
         scores: list[np.ndarray[Any, Any]] = self._learner.score_tokens(rows, temperature)
         return scores
 
-    def save(self, folder: str) -> None:
-        self._learner.save(folder)
+    def save(self, folder: str) -> Files:
+        """This rank's share of the training state. It digests here what it wrote, so that nobody reads it over the network."""
+        return describe_files(Path(folder), self._learner.save(folder))
 
     def load(self, folder: str) -> None:
         self._learner.load(folder)
 
-    def export(self, folder: str) -> None:
-        self._learner.export(folder)
+    def export(self, folder: str) -> Files:
+        return describe_files(Path(folder), self._learner.export(folder))
+
+    def see_folder(self, folder: str, token: str, wait_s: float) -> FolderView:
+        """Whether this rank sees the folder as the driver does: see ``orchestrator.shared_folder``."""
+        return look_from(Path(folder), token, f"rank-{self._rank}", ray.util.get_node_ip_address(), wait_s)
 
 
 class RewardActor:

@@ -31,7 +31,7 @@ from orchestrator.errors import RunStopped
 from orchestrator.handles import Fleet, LearnerHandle, Observer, Pusher, Scorer
 from orchestrator.ledger import Ledger, Pick
 from orchestrator.metrics import pass_rate_histogram, status_counts
-from orchestrator.stages import Batch, Finished, Kept, Scored, StepOutcome
+from orchestrator.stages import Batch, Finished, Judged, Kept, LoopState, Scored, StepOutcome
 from orchestrator.waits import Waits
 from rollout.records import GroupMeta, Score, Status, Visit
 
@@ -73,7 +73,9 @@ class Loop:
         *,
         step: int,
         version: int,
+        state: LoopState | None = None,
     ) -> None:
+        """``state`` is what ``state()`` gave where a run is resumed; the ledger then knows the same kept groups."""
         self._settings = settings
         self._ledger = ledger
         self._fleet, self._scorer, self._learner, self._pusher, self._observer = handles
@@ -87,7 +89,29 @@ class Loop:
         self._progress = asyncio.Event()  # a group was kept or dropped, or the run is to stop
         self._stopping = False
         self._filling = False
+        self._in_hand: list[Kept] = []  # the batch, from when it is full until it is trained and its version proven
         self._begin_step()
+        if state is not None:
+            self._take_up(state)
+        if ledger.num_open != len(self._buffer):
+            raise ValueError(f"{ledger.num_open} visits are open at the start, but {len(self._buffer)} groups are at hand")
+
+    def state(self) -> LoopState:
+        """What it has in hand now, for a checkpoint; the ledger's state at the same moment belongs to it."""
+        return LoopState(
+            waiting=(*self._in_hand, *self._buffer.values()),
+            judged=tuple(self._judged.values()),
+            dropped=dict(self._dropped),
+            num_picked=self._num_picked - len(self._running),
+            budget=self._budget,
+        )
+
+    def _take_up(self, state: LoopState) -> None:
+        self._buffer = {kept.pick.order: kept for kept in state.waiting}
+        self._judged |= {judged.pick.order: judged for judged in state.judged}
+        self._dropped.update(state.dropped)
+        self._num_picked = state.num_picked
+        self._budget = state.budget
 
     def stop(self) -> None:
         """Ends the run at the next moment at which it stands on whole steps."""
@@ -130,7 +154,7 @@ class Loop:
         self._num_picked = 0
         self._budget = self._ledger.step_budget()
         self._dropped: Counter[str] = Counter()
-        self._judged: dict[int, tuple[Pick, Scored, str | None]] = {}  # by pick order: the reason of a drop, None where kept
+        self._judged: dict[int, Judged] = {}  # by pick order
 
     # ---- produce ----------------------------------------------------------------------------------------------------
 
@@ -185,7 +209,7 @@ class Loop:
             return
         pick = self._running.pop(scored.meta.visit).pick
         decision = self._select(scored.scores)
-        self._judged[pick.order] = (pick, scored, decision.reason)
+        self._judged[pick.order] = Judged(pick, scored, decision.reason)
         if decision.reason is not None:
             self._drop(pick, decision.reason)
         else:
@@ -240,6 +264,7 @@ class Loop:
 
     async def _take(self, groups: list[Kept]) -> list[Kept]:
         self._check_verifiers()
+        self._in_hand = groups
         for kept in groups:
             del self._buffer[kept.pick.order]
         if self._settings.max_lag == 0:
@@ -259,17 +284,17 @@ class Loop:
         last = groups[-1].pick.order if len(groups) == self._settings.groups_per_step else max(self._judged, default=0)
         beyond = [order for order in self._judged if order > last]
         for order in beyond:
-            pick, _, reason = self._judged.pop(order)
-            if reason is not None:
-                self._ledger.take_back(pick, reason)
-                self._dropped[reason] -= 1
-                surplus.append(pick)
+            judged = self._judged.pop(order)
+            if judged.reason is not None:
+                self._ledger.take_back(judged.pick, judged.reason)
+                self._dropped[judged.reason] -= 1
+                surplus.append(judged.pick)
         self._dropped["surplus"] += len(surplus)
         self._dropped += Counter()  # drops reasons that came to nothing
 
     @property
     def _seen(self) -> list[Scored]:
-        return [scored for _, (_, scored, _) in sorted(self._judged.items(), key=lambda item: item[0])]
+        return [judged.scored for _, judged in sorted(self._judged.items())]
 
     def _drop_late(self) -> None:
         limit = self._settings.max_token_lag
@@ -335,6 +360,7 @@ class Loop:
         )
         self.version += 1
         self._ledger.train([kept.pick.visit for kept in batch.groups])
+        self._in_hand = []
         times = {
             "time/prepare_s": middle - start,
             "time/train_s": end - middle,

@@ -68,6 +68,11 @@ class RayPusher:
             self._manifest = manifest
             return _metrics(manifest, reports, changed)
 
+    @property
+    def digest(self) -> str:
+        """Of all weights that every engine runs: equal weights give equal digests."""
+        return f"{self._manifest.digest:016x}" if self._manifest else ""
+
     async def prove(self) -> list[Agreement]:
         """Compares every engine with the learner on the fixed tokens. Raises RunStopped where one does not agree."""
         expected = await self._learner.score_tokens(self._rows, self._temperature)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from orchestrator.checkpoint import Files
 from orchestrator.handles import StepReport
+from orchestrator.shared_folder import FolderView
 from orchestrator.stages import Batch
 from rollout.weights import Manifest
 
@@ -30,7 +33,8 @@ class RayLearner:
         places = [(number[id(kept.scored.address.parcel)], kept.scored.address.place) for kept in batch.groups]
         scores = [kept.scored.scores for kept in batch.groups]
         reports = await self._all(lambda rank: rank.prepare.remote(batch.step, batch.version, places, scores, parcels))
-        return dict(reports[0])
+        least = min(num_tokens for _, num_tokens in reports)
+        return reports[0][0] | {"batch/num_rank_tokens_min": float(least)}
 
     async def train(self) -> StepReport:
         reports = await self._all(lambda rank: rank.train.remote())
@@ -63,11 +67,21 @@ class RayLearner:
         scores: list[np.ndarray[Any, Any]] = (await self._all(lambda rank: rank.score_tokens.remote(rows, temperature)))[0]
         return scores
 
-    async def save(self, folder: str) -> None:
-        await self._all(lambda rank: rank.save.remote(folder))
+    async def save(self, folder: Path) -> Files:
+        """Training state below ``folder/learner`` and the model below ``folder/model``. Returns what was written, by its name within
+        ``folder``: every rank has forced its files to the disk and digested them."""
+        state = await self._all(lambda rank: rank.save.remote(str(folder / "learner")))
+        model = await self._all(lambda rank: rank.export.remote(str(folder / "model")))
+        return {
+            f"{part}/{name}": e
+            for part, all_files in (("learner", state), ("model", model))
+            for files in all_files
+            for name, e in files.items()
+        }
 
-    async def load(self, folder: str) -> None:
-        await self._all(lambda rank: rank.load.remote(folder))
+    async def load(self, folder: Path) -> None:
+        await self._all(lambda rank: rank.load.remote(str(folder)))
 
-    async def export(self, folder: str) -> None:
-        await self._all(lambda rank: rank.export.remote(folder))
+    async def see_folder(self, folder: Path, token: str, wait_s: float) -> list[FolderView]:
+        """What each rank sees of it: see ``orchestrator.shared_folder``."""
+        return await self._all(lambda rank: rank.see_folder.remote(str(folder), token, wait_s))
