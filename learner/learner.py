@@ -79,6 +79,7 @@ class RolloutBatch:
 class PrepareReport:
     metrics: dict[str, float]
     num_samples: int
+    num_rank_tokens: int  # of this rank in one pass, without padding
     num_mini_batches: int  # 0 where no group had a sample to train on
 
 
@@ -178,7 +179,12 @@ class Learner:
             "batch/rank_imbalance": dealt.imbalance,
             "eff/sample_frac": _share(sum(s.advantage != 0 for s in samples), sum(len(g.scores) for g in batch.groups)),
         }
-        return PrepareReport({name: float(value) for name, value in metrics.items()}, counts.num_samples, len(self._steps))
+        return PrepareReport(
+            {name: float(value) for name, value in metrics.items()},
+            counts.num_samples,
+            sum(micro.num_tokens for micro in micro_batches),
+            len(self._steps),
+        )
 
     def train(self) -> TrainReport:
         """The optimizer steps of the prepared batch, which is used up; every pass goes over the same mini-batches in order.

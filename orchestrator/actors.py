@@ -6,6 +6,7 @@ Engines and learner are named by import path and imported here only when an acto
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import ray
+from torch.distributed import TCPStore
 
 from configs.schema import RewardConfig
 from orchestrator import cluster
@@ -29,8 +31,15 @@ from rollout.weights import Manifest
 
 
 def process_facts() -> dict[str, Any]:
-    """What the driver checks of an actor's process: pid, niceness, thread budget."""
-    return {"pid": os.getpid(), "niceness": os.nice(0), "num_threads": os.environ.get("OMP_NUM_THREADS", "unset")}
+    """What the driver checks of an actor's process: where it is (its node's id, address and name), niceness, thread budget."""
+    return {
+        "pid": os.getpid(),
+        "node": ray.get_runtime_context().get_node_id(),
+        "address": ray.util.get_node_ip_address(),
+        "hostname": socket.gethostname(),
+        "niceness": os.nice(0),
+        "num_threads": os.environ.get("OMP_NUM_THREADS", "unset"),
+    }
 
 
 class RolloutActor:
@@ -98,14 +107,18 @@ class LearnerActor:
         self._learner: Any = None
 
     def rendezvous(self) -> tuple[str, int]:
-        """An address of this node and a free port of it, where the ranks can meet."""
+        """An address of this node and a port of it, where the ranks can meet: the store listens there from now on, so nobody can
+        take the port before the ranks come."""
         address = ray.util.get_node_ip_address()
-        return address, cluster.free_port(address)
+        self._store = TCPStore(address, 0, self._world_size, is_master=True, wait_for_workers=False)
+        return address, self._store.port
 
     def start(self, module: str, spec: dict[str, Any], address: str, port: int, transport: str = "local") -> None:
         """Makes the learner: ``module`` holds LearnerSpec, Learner and RolloutBatch; ``spec`` are the fields of the first. All ranks
         meet at rank 0's ``address`` and ``port``."""
-        os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        cluster.use_interface_of(ray.util.get_node_ip_address())
+        # With an agent's store rank 0 comes to it as the others do, in place of listening at the port itself
+        os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         learner_spec = resolve_name(f"{module}:LearnerSpec")(**spec)
         self._learner = resolve_name(f"{module}:Learner")(learner_spec, self._rank, self._world_size)
         self._batch_type = resolve_name(f"{module}:RolloutBatch")
@@ -113,7 +126,7 @@ class LearnerActor:
         self._send_all = resolve_name("learner.sending:send_all")
 
     def facts(self) -> dict[str, Any]:
-        return process_facts()
+        return process_facts() | {"rank": self._rank}
 
     def prepare(
         self,
@@ -122,12 +135,13 @@ class LearnerActor:
         places: Sequence[tuple[int, int]],
         scores: Sequence[tuple[Score, ...]],
         parcels: Sequence[Any],
-    ) -> dict[str, float]:
-        """Each group is ``parcels[i][k]`` for its ``(i, k)`` of ``places``; its scores stand at the same place of ``scores``."""
+    ) -> tuple[dict[str, float], int]:
+        """Metrics of the batch, and how many tokens this rank has to train. Each group is ``parcels[i][k]`` for its ``(i, k)`` of
+        ``places``; its scores stand at the same place of ``scores``."""
         fetched: list[list[Group]] = ray.get(list(parcels))
         groups = tuple(ScoredGroup(fetched[i][k], score) for (i, k), score in zip(places, scores, strict=True))
         report = self._learner.prepare(self._batch_type(step=step, version=version, groups=groups))
-        return dict(report.metrics)
+        return dict(report.metrics), report.num_rank_tokens
 
     def train(self) -> StepReport:
         report = self._learner.train()

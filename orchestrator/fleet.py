@@ -102,11 +102,17 @@ class RayFleet:
 
 
 class RayScorer:
-    """Scores parcels in the reward actor."""
+    """Scores parcels on the node that holds them."""
 
-    def __init__(self, actor: Any, prompts: Mapping[str, Prompt]) -> None:
-        self._actor = actor
+    def __init__(self, pools: Mapping[str, Any], nodes: Mapping[str, str], prompts: Mapping[str, Prompt]) -> None:
+        """``pools`` are the reward actors by node, ``nodes`` the node of each worker by its name."""
+        self._pools = pools
+        self._nodes = nodes
         self._prompts = prompts
+
+    def _pool(self, worker: str) -> Any:
+        """Of the worker's node. A worker that started anew on a node without one, its own being lost, sends its text to another."""
+        return self._pools.get(self._nodes.get(worker, "")) or next(iter(self._pools.values()))
 
     async def score(self, finished: Sequence[Finished]) -> list[Scored]:
         parcels: dict[Any, list[Finished]] = defaultdict(list)
@@ -121,5 +127,5 @@ class RayScorer:
         for item in items:
             prompt = self._prompts[item.meta.visit.prompt_id]
             questions.append((item.address.place, prompt.text, prompt.answer, prompt.reward))
-        scores = await self._actor.score.remote(parcel, questions)
+        scores = await self._pool(items[0].meta.worker).score.remote(parcel, questions)
         return [Scored(item.meta, item.address, score) for item, score in zip(items, scores, strict=True)]

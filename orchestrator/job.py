@@ -104,16 +104,18 @@ class Job:
         config, started = self.config, time.monotonic()
         launcher = Launcher(config, self._material)
         self.view.line(f"threads: {launcher.threads}")
+        await self._start_wait(launcher.reserve(with_ranks=True), "Ray", "places of the actors")
         workers = [launcher.rollout_worker(i) for i in range(config.rollout.num_workers)]
-        ranks, rewards = launcher.ranks(), launcher.rewards()
+        ranks, pools = launcher.ranks(), launcher.rewards()
         self._learner = RayLearner(ranks)
-        self._actors = [*(worker.actor for worker in workers), *ranks, rewards]
+        self._actors = [*(worker.actor for worker in workers), *ranks, *pools.values()]
         total = self.num_steps * config.batch.num_mini_batches * config.batch.num_passes
         await self._start_wait(launcher.start_ranks(ranks, total_optimizer_steps=total), "learner", "start")
         proof = prove_shared(self._checkpoints.folder, self._learner.see_folder)
         await self._start_wait(proof, "learner", "a look into the checkpoint folder")
         facts = await self._start_wait(asyncio.gather(*(actor.facts.remote() for actor in self._actors)), "actors", "start")
-        self._recorder.event("started", actors=facts, threads=str(launcher.threads))
+        address = ray.get_runtime_context().gcs_address
+        self._recorder.event("started", ray=address, actors=facts, threads=str(launcher.threads))
         slow = [fact["pid"] for fact in facts if fact["niceness"] > 0]
         if slow:
             self.view.line(
@@ -123,7 +125,7 @@ class Job:
         if self._resumed:
             await self._start_wait(self._learner.load(self._resumed.learner), "learner", "load")
         self._fleet = RayFleet(workers, material.request_maker(config, self._material))
-        self._scorer: Scorer = RayScorer(rewards, self._material.by_id)
+        self._scorer: Scorer = RayScorer(pools, launcher.nodes, self._material.by_id)
         if config.shuffle_rewards:
             self._scorer = ShufflingScorer(self._scorer, config.seed)
         self._pusher = RayPusher(
