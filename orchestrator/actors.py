@@ -57,8 +57,9 @@ class RolloutActor:
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         self._engine.submit(requests)
 
-    def groups(self) -> Iterator[list[GroupMeta] | list[Group]]:
-        """A stream of pairs: the small records of some groups, then the groups. The caller owns both."""
+    def groups(self) -> Iterator[list[Group] | list[GroupMeta]]:
+        """A stream of pairs: some groups, then their small records. The caller owns both. In this order whoever has the records
+        knows that the groups were given out before the worker could be lost."""
         while not self._closed.is_set():
             try:
                 groups = self._engine.poll(timeout_s=0.5)
@@ -67,8 +68,8 @@ class RolloutActor:
                     return
                 raise
             if groups:
-                yield [describe_group(group) for group in groups]
                 yield groups
+                yield [describe_group(group) for group in groups]
 
     def open_push(self, invitation: Invitation, place: int) -> None:
         """Joins a generation, where the transport's two sides must meet (``rollout.transports.MEETS``)."""

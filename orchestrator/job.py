@@ -24,7 +24,7 @@ from orchestrator import material
 from orchestrator.checkpoint import GROUPS, Checkpoint, Checkpoints, SaveFailed
 from orchestrator.console import View, evaluation_lines, make_view
 from orchestrator.evaluation import Evaluation, choose_prompts, evaluate
-from orchestrator.fleet import RayFleet, RayScorer
+from orchestrator.fleet import RayFleet, RayScorer, Worker
 from orchestrator.groups import held_groups, read_state, state_json, state_rows
 from orchestrator.handles import LearnerHandle, Scorer, StepReport
 from orchestrator.launch import Launcher, close_actors
@@ -39,6 +39,7 @@ from orchestrator.run_folder import write_json
 from orchestrator.shared_folder import prove_shared
 from orchestrator.stages import Batch, Finished, LoopState, Scored, StepOutcome
 from orchestrator.waits import DeadlinePassed, LoopLag, Waits
+from orchestrator.workers import Crew
 from rollout.records import Purpose, Score, sampling_seed
 from rollout.sources import DataError
 
@@ -102,13 +103,13 @@ class Job:
         self.view.stage("starting actors")
         self.view.line(f"starting the actors and their models (deadline {self.config.deadlines.start_s:g} s)")
         config, started = self.config, time.monotonic()
-        launcher = Launcher(config, self._material)
+        self._launcher = launcher = Launcher(config, self._material)
         self.view.line(f"threads: {launcher.threads}")
         await self._start_wait(launcher.reserve(with_ranks=True), "Ray", "places of the actors")
-        workers = [launcher.rollout_worker(i) for i in range(config.rollout.num_workers)]
+        workers = [self._make_worker(slot, 0) for slot in range(config.rollout.num_workers)]
         ranks, pools = launcher.ranks(), launcher.rewards()
         self._learner = RayLearner(ranks)
-        self._actors = [*(worker.actor for worker in workers), *ranks, *pools.values()]
+        self._actors += [*ranks, *pools.values()]
         total = self.num_steps * config.batch.num_mini_batches * config.batch.num_passes
         await self._start_wait(launcher.start_ranks(ranks, total_optimizer_steps=total), "learner", "start")
         proof = prove_shared(self._checkpoints.folder, self._learner.see_folder)
@@ -124,26 +125,35 @@ class Job:
             )
         if self._resumed:
             await self._start_wait(self._learner.load(self._resumed.learner), "learner", "load")
-        self._fleet = RayFleet(workers, material.request_maker(config, self._material))
+        self._fleet = RayFleet([], material.request_maker(config, self._material))
+        self._crew = Crew(self._fleet, self._make_worker, self._waits, config.deadlines, self.event)
         self._scorer: Scorer = RayScorer(pools, launcher.nodes, self._material.by_id)
         if config.shuffle_rewards:
             self._scorer = ShufflingScorer(self._scorer, config.seed)
         self._pusher = RayPusher(
             self._learner,
-            workers,
+            self._crew,
+            self._waits,
+            config.deadlines,
+            self.event,
             dtype=config.model.dtype,
             temperature=config.rollout.temperature,
             rows=material.proof_rows(config, self._material),
         )
         self.view.stage("first push")
+        await self._start_wait(self._crew.start(workers), "rollout workers", "start")
         await self._start_wait(self._pusher.push(self._version), "push", f"version {self._version}")
-        for agreement in await self._start_wait(self._pusher.prove(), "push", "proof"):
-            self._recorder.event("proven", **{name: getattr(agreement, name) for name in agreement.__slots__})
         self._seconds["start"] = time.monotonic() - started
+
+    def _make_worker(self, slot: int, number: int) -> Worker:
+        worker = self._launcher.rollout_worker(slot, replacement=number)
+        self._actors.append(worker.actor)
+        return worker
 
     async def close(self) -> None:
         """Ends the actors, each within its deadline, and the files."""
-        if hasattr(self, "_fleet"):
+        if hasattr(self, "_crew"):
+            self._crew.close()
             self._fleet.close()
         await close_actors(self._actors, self._waits, self.config.deadlines.close_s)
         self._recorder.close()

@@ -49,6 +49,7 @@ class World:
         self.batches = []
         self.outcomes = []
         self.queue = asyncio.Queue()
+        self.lost = asyncio.Queue()
         self.tasks = set()
         self.cancelled = set()
         self.loop = None
@@ -71,6 +72,12 @@ class World:
 
     async def next_finished(self):
         return await self.queue.get()
+
+    async def next_lost(self):
+        return await self.lost.get()
+
+    async def hold(self):
+        self.log.append(("hold", self.version))
 
     async def cancel(self, visits):
         await asyncio.sleep(0.004)  # an engine takes it between two decode steps; scores come in meanwhile
@@ -96,7 +103,8 @@ class World:
         await asyncio.sleep(self.slow)
         return StepReport({}, 1, moved=True)
 
-    async def push(self, version):
+    async def push(self, version, report):
+        assert report.moved
         await asyncio.sleep(self.slow)
         self.version = version
         self.log.append(("pushed", version))
