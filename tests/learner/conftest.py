@@ -6,6 +6,10 @@ models on disk, made-up rollout batches, and learners over them; several DeepSpe
 
 import json
 import os
+import socket
+import subprocess
+import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -237,3 +241,32 @@ def raw_gradients():
 @pytest.fixture
 def weights_of():
     return copy_weights
+
+
+def run_group(script, folder, world_size, timeout_s) -> list:
+    """Runs ``script FOLDER RANK WORLD_SIZE`` as the ranks of a group; what each left as FOLDER/rank-RANK.pt.
+
+    Each has one thread. When one fails or the time is up, all are ended, and the last lines of each are in the error.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    environment = os.environ | meeting | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu"}
+    logs = [folder / f"log-{rank}.txt" for rank in range(world_size)]
+    ranks = []
+    for rank, log in enumerate(logs):
+        command = [sys.executable, script, folder, str(rank), str(world_size)]
+        with log.open("w") as out:
+            ranks.append(subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT))
+    deadline = time.monotonic() + timeout_s
+    try:
+        while any(r.poll() is None for r in ranks) and not any(r.poll() for r in ranks) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        codes = [r.poll() for r in ranks]
+    finally:
+        for r in ranks:
+            r.kill()
+            r.wait()
+    assert codes == [0] * world_size, "\n".join(f"{log.name}: {log.read_text()[-3000:]}" for log in logs)
+    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(world_size)]

@@ -1,16 +1,14 @@
 """Learner groups: two ranks at any ZeRO stage train, save and send what one rank does.
 
-Run by pytest, this file starts itself as two processes, which go through all of ``cases`` together and leave their results; the
-tests compare them with one rank at stage 0, which ``test_learner.py`` holds against a plain implementation.
+Run by pytest, this file starts itself as two processes (see ``run_group`` in conftest.py), which go through all of ``cases``
+together and leave their results; the tests compare them with one rank at stage 0, which ``test_learner.py`` holds against a plain
+implementation.
 """
 
+import importlib.util
 import json
 import math
-import os
-import socket
-import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -31,31 +29,37 @@ ADAMW = {"optimizer": Optimizer.adamw, "learning_rate": 1e-3}
 WITH_KL = {"reference": Reference.frozen, "kl": KlConfig(kind=KlKind.k3, beta=0.5)}
 
 
+_SPEC = importlib.util.spec_from_file_location("learner_conftest", Path(__file__).with_name("conftest.py"))
+conftest = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(conftest)
+
+from learner.learner import Learner, RolloutBatch  # noqa: E402  after conftest has chosen DeepSpeed's accelerator
+
+
 class Tools:
-    """What conftest.py offers, which pytest and the processes import differently."""
+    """Learners of one rank of a group, and batches."""
 
-    def __init__(self, conftest, models, rank=0, world_size=1):
-        from learner.learner import Learner, RolloutBatch
+    raw_gradients = staticmethod(conftest.collect_raw_gradients)
+    weights = staticmethod(conftest.copy_weights)
 
-        self.rank, self.world_size = rank, world_size
-        self._conftest, self._models, self._learner, self._batch = conftest, models, Learner, RolloutBatch
-        self.raw_gradients, self.weights = conftest.collect_raw_gradients, conftest.copy_weights
+    def __init__(self, models, rank=0, world_size=1):
+        self.models, self.rank, self.world_size = models, rank, world_size
 
     def learner(self, model, **settings):
-        return self._learner(self._conftest.learner_spec(self._models[model], **settings), self.rank, self.world_size)
+        return Learner(conftest.learner_spec(self.models[model], **settings), self.rank, self.world_size)
 
     def batches(self):
         """Three of unequal groups; the second has one sample in all, so that one of two ranks has none."""
-        rollouts = self._conftest.Rollouts(np.random.default_rng(3))
+        rollouts = conftest.Rollouts(np.random.default_rng(3))
         first = [rollouts.group(values) for values in ([1, 0, 0], [0, 1, None, 1], [0.5, 0, 1], [0, 0.25, 1, 1, 0])]
         single = [rollouts.group([1, 0], lengths=[7, 0])]
         last = [rollouts.group(values) for values in ([1, 0], [0, 1, 0, 0, 1, 1])]
-        return [self._batch(step, 0, tuple(groups)) for step, groups in enumerate((first, single, last))]
+        return [RolloutBatch(step, 0, tuple(groups)) for step, groups in enumerate((first, single, last))]
 
     def batch(self, lengths, prompt_length=3, step=0):
         """One group of the given lengths, right and wrong in turn."""
-        rollouts = self._conftest.Rollouts(np.random.default_rng(5))
-        return self._batch(step, 0, (rollouts.group([i % 2 for i in range(len(lengths))], lengths, prompt_length),))
+        rollouts = conftest.Rollouts(np.random.default_rng(5))
+        return RolloutBatch(step, 0, (rollouts.group([i % 2 for i in range(len(lengths))], lengths, prompt_length),))
 
 
 def state_of(learner):
@@ -214,19 +218,10 @@ def cases(folder):
     return named
 
 
-def main(folder, rank):
-    import conftest
-
-    models = json.loads((folder / "models.json").read_text())
-    tools = Tools(conftest, models, rank, 2)
+def main(folder, rank, world_size):
     split_everything()
-    results, seconds = {}, {}
-    for name, case in cases(folder).items():
-        started = time.perf_counter()
-        results[name] = case(tools)
-        seconds[name] = time.perf_counter() - started
-    torch.save(results, folder / f"rank-{rank}.pt")
-    (folder / f"seconds-{rank}.json").write_text(json.dumps(seconds, indent=1))
+    tools = Tools(json.loads((folder / "models.json").read_text()), rank, world_size)
+    torch.save({name: case(tools) for name, case in cases(folder).items()}, folder / f"rank-{rank}.pt")
 
 
 def split_everything():
@@ -242,22 +237,16 @@ def split_everything():
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
 
 
 # ---- what must be true of it ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def one(request, tiny_models):
+def one(tiny_models):
     """The tools of a single rank in this process."""
-    plugin = next(
-        p for p in request.config.pluginmanager.get_plugins() if getattr(p, "__file__", "") == str(HERE / "conftest.py")
-    )
-    return Tools(plugin, tiny_models)
-
-
-HERE = Path(__file__).parent
+    return Tools(tiny_models)
 
 
 @pytest.fixture(scope="module")
@@ -275,34 +264,7 @@ def saved_by_one(one, folder):
 def two(tiny_models, folder, saved_by_one):
     """The results of both ranks, by case."""
     (folder / "models.json").write_text(json.dumps(tiny_models))
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    environment = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
-    }
-    logs = [(folder / f"log-{rank}.txt").open("w") for rank in (0, 1)]
-    ranks = [
-        subprocess.Popen([sys.executable, __file__, folder, str(rank)], env=environment, stdout=log, stderr=subprocess.STDOUT)
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        deadline = time.monotonic() + 300
-        while any(r.poll() is None for r in ranks) and not any(r.poll() for r in ranks) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        codes = [r.poll() for r in ranks]
-    finally:
-        for r in ranks:
-            r.kill()
-            r.wait()
-    tails = "\n".join(f"rank {rank}: {(folder / f'log-{rank}.txt').read_text()[-3000:]}" for rank in (0, 1))
-    assert codes == [0, 0], tails
-    results = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in (0, 1)]
+    results = conftest.run_group(__file__, folder, 2, timeout_s=300)
     return {name: [result[name] for result in results] for name in results[0]}
 
 
