@@ -14,7 +14,7 @@ from typing import Any
 from configs.build import schema_keys
 from configs.errors import ConfigError, did_you_mean
 from configs.paths import BUILT_IN
-from configs.schema import Config, Dtype, KlKind, LastBatch, Reference, SourceKind, Transport
+from configs.schema import Config, Dtype, KlKind, LastBatch, Placement, Reference, SourceKind, Transport
 
 GROUP_RELATIVE = {"grpo"}  # advantages that compare the members of a group
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -171,6 +171,11 @@ def _check_rollout(config: Config) -> None:
         raise ConfigError(
             f"rollout.transport=ipc, rollout.num_workers={rollout.num_workers}: handles open on the learner's own GPU only, where one "
             "engine runs; rollout.transport=nccl or local works, or rollout.num_workers=1"
+        )
+    if rollout.max_lag > 0 and config.cluster.placement is Placement.colocated:
+        raise ConfigError(
+            f"cluster.placement=colocated, rollout.max_lag={rollout.max_lag}: above lag 0 engines generate while the learner trains, which "
+            "needs devices of their own; cluster.placement=split works, or rollout.max_lag=0"
         )
     bound = rollout.max_visits_per_step
     if bound is not None and bound < config.batch.groups_per_step:

@@ -43,6 +43,10 @@ COMBINATIONS = {
         "data.last_batch=keep",
         [["rollout.max_lag=0"], ["data.last_batch=drop"]],
     ),
+    ("cluster.placement=colocated", "rollout.max_lag=1", "rollout.oversample=1"): (
+        "cluster.placement=colocated",
+        [["cluster.placement=split"], ["rollout.max_lag=0"]],
+    ),
     ("rollout.max_model_tokens=37",): ("data.max_prompt_tokens=32 + rollout.max_new_tokens=6", [["rollout.max_model_tokens=38"]]),
     ("rollout.transport=ipc", "rollout.num_workers=2"): (
         "rollout.num_workers=2",
