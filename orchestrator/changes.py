@@ -11,7 +11,7 @@ from typing import Any
 from configs.errors import ConfigError
 from configs.schema import Config, Placement
 from configs.validate import check_values
-from orchestrator.fitting import ENGINE_WIDTHS, Here, Machines, colocated, fit, halves, has_default_counts, with_key
+from orchestrator.fitting import COUNTS, ENGINE_WIDTHS, Here, Machines, colocated, fit, halves, has_default_counts, with_key
 from orchestrator.footprint import GIB, completion_cache_bytes, longest_row
 from orchestrator.shapes import Shape
 
@@ -20,21 +20,34 @@ GPU_SIZES_GIB = (16, 24, 32, 40, 48, 64, 80, 96, 141, 192, 288, *(2**n for n in 
 
 
 def smallest_change(config: Config, shape: Shape, here: Here) -> tuple[str, ...]:
-    """Overrides that make the run fit: the first single key, in the order of ``_changes``, else the first pair, else the first three.
-
-    Three always do: GPUs enough for the counts, each large enough, and nodes large enough, or one of these and other counts.
-    """
+    """Overrides that make the run fit: the first single key, in the order of ``_changes``, else the first pair; else counts and
+    machines together, as few and as small as fit."""
     values: dict[str, list[Any]] = {}
     for key, value in _changes(config, shape, here):
         values.setdefault(key, []).append(value)
-    for number in (1, 2, 3):
+    for number in (1, 2):
         for keys in itertools.combinations(values, number):
-            chosen = _first_that_fits(
-                config, [(key, values[key] if number < 3 else values[key][-1:]) for key in keys], shape, here
-            )
+            chosen = _first_that_fits(config, [(key, values[key]) for key in keys], shape, here)
             if chosen is not None:
                 return tuple(f"{key}={_text(functools.reduce(getattr, key.split('.'), chosen))}" for key in keys)
-    return ()
+    return tuple(f"{key}={_text(value)}" for key, value in _least_of_all(config, values, shape, here).items())
+
+
+def _least_of_all(config: Config, values: dict[str, list[Any]], shape: Shape, here: Here) -> dict[str, Any]:
+    """Counts of 1, so that they are proposed, and the most of every machine; then what can be left out, and each as small as fits."""
+    machines = {key: options[-1] for key, options in values.items() if key == "rollout.cache_gib" or key.startswith("plan.")}
+    chosen = dict.fromkeys(COUNTS, 1) | machines
+
+    def fits(changes: dict[str, Any]) -> bool:
+        return _fits(functools.reduce(lambda c, item: with_key(c, *item), changes.items(), config), shape, here)
+
+    for key in list(chosen):
+        fewer = {other: value for other, value in chosen.items() if other != key}
+        if fits(fewer):
+            chosen = fewer
+    for key in chosen:
+        chosen[key] = next((value for value in values.get(key, ()) if fits(chosen | {key: value})), chosen[key])
+    return chosen
 
 
 def _first_that_fits(config: Config, changes: list[tuple[str, list[Any]]], shape: Shape, here: Here) -> Config | None:

@@ -88,13 +88,8 @@ class Fit:
         """Bytes of the fullest device; on CPU of the node."""
         if self.machines.num_gpus == 0:
             return self.node.total
-        return max(self.turns) if colocated(self.config) else max(self.learner.total, self.engine.total)
-
-    @property
-    def turns(self) -> tuple[int, int]:
-        """Bytes of a colocated device in the learner's turn, the engine asleep, and in the engine's, the learner's states aside."""
-        learner, engine = self.learner, self.engine
-        return learner.total + engine.of("runtime"), engine.total + learner.of("weights", "reference", "runtime")
+        uses = turns(self.learner, self.engine) if colocated(self.config) else (self.learner.total, self.engine.total)
+        return max(uses)
 
 
 def fit(config: Config, shape: Shape, here: Here) -> Fit:
@@ -102,11 +97,15 @@ def fit(config: Config, shape: Shape, here: Here) -> Fit:
     machines = Machines.of(config.plan, here)
     if machines.num_gpus == 0 or not has_default_counts(config):
         return _measure(config, shape, machines)
-    tries = (_measure(with_counts(config, counts), shape, machines) for counts in _splits(config, shape, machines))
-    first = next(tries, None)
-    if first is None or not first.problems:
-        return first or _measure(config, shape, machines)
-    return next((found for found in tries if not found.problems), first)
+    splits = list(_splits(config, shape, machines)) or [(1, 1, 1)]
+    for counts in splits:
+        tried = with_counts(config, counts)
+        if any(_device_problems(tried, shape, machines, *_device_uses(tried, shape, machines))):
+            continue  # before its roles are placed, since a search comes here thousands of times
+        found = _measure(tried, shape, machines)
+        if not found.problems:
+            return found
+    return _measure(with_counts(config, splits[0]), shape, machines)
 
 
 def has_default_counts(config: Config) -> bool:
@@ -181,12 +180,25 @@ def colocated(config: Config) -> bool:
 
 
 def _measure(config: Config, shape: Shape, machines: Machines) -> Fit:
-    gpu, nodes = machines.num_gpus > 0, place(config, machines)
-    learner = learner_use(shape, config, gpu=gpu)
-    engine = engine_use(shape, config, device_bytes=machines.gpu_bytes, gpu=gpu)
-    node = _node_use(config, shape, nodes or (), learner, engine, gpu=gpu)
-    found = Fit(config, machines, nodes or (), learner, engine, node, ())
-    return dataclasses.replace(found, problems=tuple(_problems(found, shape)))
+    nodes = place(config, machines) or ()
+    learner, engine = _device_uses(config, shape, machines)
+    node = _node_use(config, shape, nodes, learner, engine, gpu=machines.num_gpus > 0)
+    problems = list(_device_problems(config, shape, machines, learner, engine))
+    if not nodes:
+        rollout = config.rollout
+        problems.insert(
+            0,
+            f"{rollout.num_workers} rollout workers of {rollout.tensor_parallel_size} GPUs, each on one node, and {config.learner.num_ranks} "
+            f"learner ranks do not go onto {machines.num_gpus} GPUs, {machines.gpus_per_node} a node ({config.cluster.placement.value})",
+        )
+    if machines.node_bytes is not None and node.total > machines.node_bytes:
+        problems.append(f"a node takes {gib(node.total)} of main memory and has {gib(machines.node_bytes)}")
+    return Fit(config, machines, nodes, learner, engine, node, tuple(problems))
+
+
+def _device_uses(config: Config, shape: Shape, machines: Machines) -> tuple[Use, Use]:
+    gpu = machines.num_gpus > 0
+    return learner_use(shape, config, gpu=gpu), engine_use(shape, config, device_bytes=machines.gpu_bytes, gpu=gpu)
 
 
 def _node_use(config: Config, shape: Shape, nodes: Nodes, learner: Use, engine: Use, *, gpu: bool) -> Use:
@@ -211,28 +223,25 @@ def _node_use(config: Config, shape: Shape, nodes: Nodes, learner: Use, engine: 
     return Use(tuple(items))
 
 
-def _problems(found: Fit, shape: Shape) -> Iterator[str]:
-    config, machines = found.config, found.machines
+def _device_problems(config: Config, shape: Shape, machines: Machines, learner: Use, engine: Use) -> Iterator[str]:
     gpu, width = machines.num_gpus > 0, config.rollout.tensor_parallel_size
     if shape.num_heads % width:
         yield f"rollout.tensor_parallel_size={width} does not divide the model's {shape.num_heads} attention heads"
-    if not found.nodes:
-        yield (
-            f"{config.rollout.num_workers} rollout workers of {width} GPUs, each on one node, and {config.learner.num_ranks} learner "
-            f"ranks do not go onto {machines.num_gpus} GPUs, {machines.gpus_per_node} a node ({config.cluster.placement.value})"
-        )
     if gpu:
-        names, uses = ("a learner rank", "an engine"), (found.learner.total, found.engine.total)
+        names, uses = ("a learner rank", "an engine"), (learner.total, engine.total)
         if colocated(config):
-            names, uses = ("the learner's turn", "the engine's turn"), found.turns
+            names, uses = ("the learner's turn", "the engine's turn"), turns(learner, engine)
         for name, used in zip(names, uses, strict=True):
             if used > machines.gpu_bytes:
                 yield f"{name} takes {gib(used)} of a GPU's {gib(machines.gpu_bytes)}"
-    one, cache = completion_cache_bytes(shape, config, gpu=gpu), found.engine.of("cache")
+    one, cache = completion_cache_bytes(shape, config, gpu=gpu), engine.of("cache")
     if cache < one:
         yield f"a completion of {longest_row(config)} tokens takes {gib(one)} of cache, of which an engine has {gib(cache)}"
-    if machines.node_bytes is not None and found.node.total > machines.node_bytes:
-        yield f"a node takes {gib(found.node.total)} of main memory and has {gib(machines.node_bytes)}"
+
+
+def turns(learner: Use, engine: Use) -> tuple[int, int]:
+    """Bytes of a colocated device in the learner's turn, the engine asleep, and in the engine's, the learner's states laid aside."""
+    return learner.total + engine.of("runtime"), engine.total + learner.of("weights", "reference", "runtime")
 
 
 def gib(num_bytes: float) -> str:

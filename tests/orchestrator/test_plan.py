@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import resource
 import subprocess
 import sys
 from functools import cache
@@ -9,15 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from configs.compose import load_config
 from configs.errors import InputError
-from configs.schema import Config, Dtype, EmbeddedModel, ModelConfig
-from orchestrator.fitting import Here, with_key
-from orchestrator.footprint import GIB, learner_use
-from orchestrator.plan import Plan, make_plan
+from configs.schema import Config, Dtype, EmbeddedModel, ModelConfig, Placement
+from orchestrator.changes import smallest_change
+from orchestrator.fitting import Here, fit, with_key
+from orchestrator.footprint import GIB, activation_bytes, completion_cache_bytes, learner_use
+from orchestrator.plan import Plan, describe, gpus_here, make_plan
 from orchestrator.shapes import EMBEDDED_VOCAB, KNOWN, Shape, model_shape, read_shape
 from rollout.tokenizer import VOCABULARY_SIZE
 
@@ -333,3 +338,214 @@ def test_the_states_are_those_that_deepspeed_holds(tmp_path: Path):
         # Gradients as they lie between steps: in float32, and whole in bfloat16 at stage 1.
         expected = use["weights"] + use.get("master weights", 0) + use["moments"] + int(num) * (6 if case == "bfloat16 1" else 4)
         assert int(num_bytes) == pytest.approx(expected, rel=0.02), case
+
+
+# ---- what does not fit ----------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    # One GPU for an engine and a rank, which in turn have room on it.
+    "model=qwen3_0_6b plan.num_gpus=1": ("do not go onto 1 GPUs", "cluster.placement=colocated"),
+    # 2 + 16 / R bytes a parameter, and 2 for the reference: 4 ranks are the least.
+    "model=qwen3_8b plan.num_gpus=2": ("a learner rank takes 165.0 GiB of a GPU's 80.0 GiB", "plan.num_gpus=5"),
+    "model=qwen3_8b plan.num_gpus=4": ("a learner rank takes 103.9 GiB", "learner.zero_stage=3"),
+    "model=qwen3_8b plan.num_gpus=8 rollout.num_workers=4 learner.num_ranks=4 learner.zero_stage=1": (
+        "a learner rank takes 109.5 GiB",
+        "learner.zero_stage=2",
+    ),
+    "model=qwen3_8b plan.num_gpus=8 rollout.num_workers=8 learner.num_ranks=8 cluster.placement=colocated": (
+        "the engine's turn takes",
+        "learner.zero_stage=3",
+    ),
+    "model=qwen3_8b plan.num_gpus=8 rollout.num_workers=6 learner.num_ranks=4": ("6 rollout workers", "rollout.num_workers=4"),
+    "model=qwen3_4b plan.num_gpus=4 learner.gradient_checkpointing=false rollout.max_new_tokens=8000": (
+        "a learner rank takes",
+        "learner.gradient_checkpointing=true",
+    ),
+    "model=qwen3_0_6b plan.num_gpus=2 plan.gpu_gib=24 batch.tokens_per_micro_batch=65536 learner.gradient_checkpointing=true "
+    "data.max_prompt_tokens=2048 rollout.max_new_tokens=2000": ("a learner rank takes", "batch.tokens_per_micro_batch=32768"),
+    "model=qwen3_30b_a3b plan.num_gpus=16 learner.num_ranks=12 learner.reference=off algorithm.kl.kind=off data.max_prompt_tokens=2048 "
+    "rollout.max_new_tokens=30000 rollout.gpu_memory_share=0.75": (
+        "a completion of 32048 tokens takes",
+        "rollout.gpu_memory_share=0.9",
+    ),
+    # 56.9 GiB of weights and 3 beside them in 0.9 of 64 GiB.
+    "model=qwen3_30b_a3b plan.num_gpus=16 plan.gpu_gib=64 learner.num_ranks=14": (
+        "an engine takes",
+        "rollout.tensor_parallel_size=2",
+    ),
+    "rollout.tensor_parallel_size=2 plan.num_gpus=4": (
+        "does not divide the model's 3 attention heads",
+        "rollout.tensor_parallel_size=1",
+    ),
+    "model=qwen3_8b plan.num_gpus=8 plan.node_memory_gib=64": (
+        "a node takes 137.3 GiB of main memory",
+        "plan.node_memory_gib=256",
+    ),
+    "model=qwen3_8b plan.num_gpus=0": ("of main memory and has 24.0 GiB", "plan.node_memory_gib=256"),
+    "rollout.cache_gib=0.00001": ("a completion of 38 tokens takes", "rollout.cache_gib=0.25"),
+    "model=qwen3_4b plan.num_gpus=1 plan.gpus_per_node=1 plan.gpu_gib=16 plan.node_memory_gib=16 rollout.tensor_parallel_size=2": (
+        "do not go onto 1 GPUs",
+        "rollout.tensor_parallel_size=1 plan.num_gpus=2 plan.gpu_gib=96 plan.node_memory_gib=32",
+    ),
+    "model=qwen3_8b plan.num_gpus=1 plan.gpu_gib=24": ("do not go onto 1 GPUs", "learner.zero_stage=3 plan.num_gpus=15"),
+}
+
+
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_what_cannot_fit_names_the_change_that_makes_it_fit(overrides: str):
+    words, change = REFUSED[overrides]
+    refused = plan_of(*overrides.split())
+    assert any(words in problem for problem in refused.fit.problems), refused.fit.problems
+    assert " ".join(smallest_change(config_of(*overrides.split()), refused.shape, HERE)) == change
+    assert plan_of(*overrides.split(), *change.split()).fit.problems == ()
+
+
+BASES = ["embedded", "smollm2_135m", "qwen3_0_6b", "qwen3_4b", "qwen3_8b", "qwen3_30b_a3b"]
+DRAWN = {
+    "plan.num_gpus": st.integers(0, 64),
+    "plan.gpus_per_node": st.sampled_from([1, 2, 4, 8]),
+    "plan.gpu_gib": st.sampled_from([16.0, 24.0, 80.0, 141.0]),
+    "plan.node_memory_gib": st.sampled_from([None, 16.0, 512.0, 2048.0]),
+    "learner.zero_stage": st.integers(1, 3),
+    "learner.gradient_checkpointing": st.booleans(),
+    "learner.num_ranks": st.sampled_from([1, 1, 2, 8]),
+    "rollout.num_workers": st.sampled_from([1, 1, 3, 8]),
+    "rollout.tensor_parallel_size": st.sampled_from([1, 1, 2, 3]),
+    "rollout.max_new_tokens": st.sampled_from([16, 4096, 32768]),
+    "batch.tokens_per_micro_batch": st.sampled_from([1024, 8192, 65536]),
+    "cluster.placement": st.sampled_from(list(Placement)),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(base=st.sampled_from(BASES), values=st.fixed_dictionaries(DRAWN))
+def test_no_plan_exceeds_a_device_and_every_refusal_names_a_way(base: str, values: dict):
+    config = config_of(f"model={base}")
+    for key, value in values.items():
+        config = with_key(config, key, value)
+    shape = model_shape(config.model)
+    found = fit(config, shape, HERE)
+    if found.problems:
+        changes = smallest_change(config, shape, HERE)
+        assert changes
+        for change in changes:
+            key, _, text = change.partition("=")
+            value = Placement.colocated if text == "colocated" else json.loads(text)
+            config = with_key(config, key, value)
+        found = fit(config, shape, HERE)
+    assert found.problems == ()
+    machines, counts = found.machines, found.config
+    assert found.fullest <= (machines.gpu_bytes if machines.num_gpus else machines.node_bytes or 0)
+    assert machines.node_bytes is None or found.node.total <= machines.node_bytes
+    assert found.engine.of("cache") >= completion_cache_bytes(shape, counts, gpu=machines.num_gpus > 0)
+    devices = [device for node in found.nodes for device in node]
+    assert len(devices) == max(1, machines.num_gpus)
+    for i in range(counts.rollout.num_workers):  # a bundle of devices on one node
+        on = [sum(f"rollout-{i}" in device for device in node) for node in found.nodes]
+        assert sorted(on)[-1] == sum(on) == (counts.rollout.tensor_parallel_size if machines.num_gpus else 1)
+    for i in range(counts.learner.num_ranks):
+        assert sum(f"learner-{i}" in device for device in devices) == 1
+    if machines.num_gpus:
+        most = 1 if counts.cluster.placement is Placement.split else 2
+        assert max(map(len, devices)) <= most
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("num_gpus", [2, 5, 8, 24, 64])
+def test_counts_are_proposed_for_all_gpus_and_explicit_ones_stand(base: str, num_gpus: int):
+    found = plan_of(f"model={base}", f"plan.num_gpus={num_gpus}").fit
+    counts = found.config
+    assert counts.rollout.num_workers * counts.rollout.tensor_parallel_size + counts.learner.num_ranks == num_gpus
+    explicit = plan_of(f"model={base}", f"plan.num_gpus={num_gpus}", "rollout.num_workers=1", "learner.num_ranks=2")
+    assert (explicit.fit.config.rollout.num_workers, explicit.fit.config.learner.num_ranks) == (1, 2)
+    assert explicit.proposed == ()
+
+
+def test_activations_follow_checkpointing_attention_and_experts():
+    shape, config = model_shape(ModelConfig(path="Qwen/Qwen3-0.6B")), config_of("model=qwen3_0_6b")
+    # A token of a layer, bfloat16: norms 2 x 8 x 1,024; attention 2 x 4,096 + 4 x 2,048 + 6 x 3,072; feed-forward 8 x 3,072.
+    layer = 16_384 + 8_192 + 8_192 + 18_432 + 24_576
+    assert activation_bytes(shape, config, 10) == 10 * (28 * layer + 14 * 1_024)
+    checkpointed = with_key(config, "learner.gradient_checkpointing", True)
+    assert activation_bytes(shape, checkpointed, 10) == 10 * (28 * 2 * 1_024 + layer + 14 * 1_024)
+    experts = KNOWN["Qwen/Qwen3-30B-A3B"]
+    # Eight experts: four times 2 x 768 and three times 2 x 2,048 each; 128 scores twice in float32.
+    layer = 8 * 2 * 2_048 + (2 * 5_120 + 4 * 4_096 + 6 * 4_608) + 8 * 2 * (4 * 768 + 3 * 2_048) + 8 * 128
+    assert activation_bytes(experts, config, 10) == 10 * (48 * layer + 14 * 2_048)
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------------------
+
+PROBE = """
+import sys
+from orchestrator.main import main
+code = main(sys.argv[1:])
+print("HEAVY", sorted({"torch", "ray", "vllm", "deepspeed", "transformers"} & set(sys.modules)), file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def command(*arguments: str) -> tuple[int, str, list[str]]:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", PROBE, "plan", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    return done.returncode, done.stdout, done.stderr.strip().splitlines()
+
+
+def test_the_command_prints_the_plan_and_imports_nothing_heavy():
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    code, out, errors = command("model=qwen3_8b", "plan.num_gpus=12", "rollout.max_lag=2")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (code, errors) == (0, ["HEAVY []"])
+    assert after.ru_utime - before.ru_utime < 2
+    lines = out.splitlines()
+    assert lines[0] == "Qwen/Qwen3-8B: 8,190,735,360 parameters in 399 tensors, bfloat16; 12 GPUs of 80.0 GiB, 8 a node"
+    assert "           gpu 5  rollout-5" in lines
+    assert "  node 1   gpu 0  learner-2" in lines
+    assert any(line.endswith("for the run: rollout.num_workers=6 learner.num_ranks=6") for line in lines)
+    assert any("(max_lag + oversample) x groups_per_step = 192" in line for line in lines)  # (2 + 1) x 64
+    assert any("at most 2 for one that is trained in its turn; no bound for one that others overtake" in line for line in lines)
+
+
+def test_the_command_refuses_with_the_change_and_exit_code_2():
+    code, out, errors = command("model=qwen3_8b", "plan.num_gpus=2")
+    assert code == 2
+    assert "165.0 GiB of 80.0 GiB, 85.0 GiB too much" in out
+    assert errors == [
+        "limen: this does not fit: a learner rank takes 165.0 GiB of a GPU's 80.0 GiB; with plan.num_gpus=5 it fits",
+        "HEAVY []",
+    ]
+
+
+def test_every_item_of_the_plan_is_printed():
+    made = plan_of("model=qwen3_30b_a3b", "plan.num_gpus=16", "reward.memory_gib=2", num_rows=1000)
+    text = "\n".join(describe(made))
+    for use in (made.fit.learner, made.fit.engine, made.fit.node):
+        assert all(item.name in text for item in use.items if item.num_bytes)
+    for words in (
+        "98,304 bytes",
+        "61,064,245,248, in buckets of at most 1,246,241,280",
+        "6.11; 1 nodes fetch it once each",
+        "18,867 digests",
+    ):
+        assert words in text
+    assert "at least 9.60" in text  # 150 x 64 / 1,000
+
+
+def test_a_plan_for_a_local_folder(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(FOLDERS["qwen3"].to_dict()))
+    made = plan_of(f"model.path={tmp_path}", "data.num_epochs=2", "steps=null", num_rows=100)
+    assert made.shape.num_layers == 3
+    assert made.batch.steps == 7  # 200 groups of 32 a step
+
+
+def test_gpus_are_those_a_run_would_see(monkeypatch: pytest.MonkeyPatch):
+    for value, num in (("", 0), ("-1", 0), ("0", 1), ("2,3,5", 3)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+        assert gpus_here() == num
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr("orchestrator.plan.shutil.which", lambda name: "/bin/nvidia-smi")
+    monkeypatch.setattr("orchestrator.plan.command_output", lambda command: "GPU 0: A\nGPU 1: B\n")
+    assert gpus_here() == 2
+    monkeypatch.setattr("orchestrator.plan.command_output", lambda command: None)
+    assert gpus_here() == 0
