@@ -13,6 +13,7 @@ from typing import Any
 from configs.schema import Config, Placement, PlanConfig
 from orchestrator.footprint import (
     GIB,
+    MIB,
     Item,
     Use,
     completion_cache_bytes,
@@ -245,4 +246,5 @@ def turns(learner: Use, engine: Use) -> tuple[int, int]:
 
 
 def gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.1f} GiB"
+    """Bytes for a person; little ones in MiB."""
+    return f"{num_bytes / MIB:.1f} MiB" if 0 < num_bytes < GIB // 10 else f"{num_bytes / GIB:.1f} GiB"
