@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 
 import configs
 from configs.errors import ConfigError
-from configs.schema import ClusterConfig, Config
+from configs.schema import ClusterConfig, Config, Placement
 from orchestrator.errors import RunStopped
 from orchestrator.threads import usable_cpus
 
@@ -66,6 +66,11 @@ def start_cluster(config: ClusterConfig, demand: Demand) -> Cluster:
     A private instance may carry two single-threaded actors a core (and four on one core), since at lag 0 engine and learner work
     in turn; a number given as ``cluster.num_cpus``, and a joined instance, are taken at their word.
     """
+    if config.placement is Placement.colocated:
+        raise ConfigError(
+            "cluster.placement=colocated: `limen plan` reckons with it, but a run that hands its devices to and fro is not built yet; "
+            "cluster.placement=split works"
+        )
     address = join_address(config)
     os.environ.setdefault("RAY_worker_niceness", "0")  # read by the raylet when it starts, so before init
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

@@ -17,7 +17,7 @@ import pytest
 import ray
 
 from configs.errors import ConfigError
-from configs.schema import ClusterConfig
+from configs.schema import ClusterConfig, Placement
 from orchestrator import cluster
 from orchestrator.cluster import Demand, join_address, start_cluster
 from orchestrator.errors import RunStopped
@@ -104,6 +104,19 @@ def test_a_foreign_instance_is_joined_only_where_its_address_was_given_and_lives
     assert all(member.is_running() for member in family)
 
 
+def test_a_token_that_is_missing_is_named(foreign, environment):
+    """An address that is given does not turn token authentication on; a wrong token is no better than none."""
+    address, _ = foreign
+    for names in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "f" * 64}):
+        command = [sys.executable, "-c", DRIVER, address]
+        done = subprocess.run(command, env=environment | names, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode != 0
+        last = done.stderr.strip().splitlines()[-1]
+        assert last.startswith("orchestrator.errors.RunStopped: ")
+        assert address in last
+        assert "RAY_AUTH_MODE=token" in last
+
+
 @pytest.mark.parametrize(
     ("key", "address", "words"),
     [
@@ -118,6 +131,12 @@ def test_an_address_that_cannot_be_joined_is_refused_with_the_key_and_the_fix(mo
     with pytest.raises(ConfigError, match=words) as caught:
         join_address(ClusterConfig(address="auto" if key == "RAY_ADDRESS" else address))
     assert str(caught.value).startswith(f"{key}={address}")
+
+
+def test_a_placement_that_is_not_built_is_refused_and_not_taken_for_another():
+    with pytest.raises(ConfigError, match=r"cluster\.placement=split works"):
+        start_cluster(ClusterConfig(address="local", placement=Placement.colocated), Demand(num_cpus=1, num_gpus=0))
+    assert not ray.is_initialized()
 
 
 def test_nobody_at_the_address_is_one_line_within_the_deadline(monkeypatch):
