@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pkgutil import resolve_name
@@ -40,9 +40,10 @@ def make_sender(transport: str, address: str) -> Sender:
     return senders[transport]()
 
 
-def send_all(sender: Sender, buckets: Iterable[Bucket]) -> Iterator[Parcel]:
-    """The parcels of a push. A generation that fails on the way is gathered to its end, since the other ranks take part in the
+def send_all(sender: Sender, generation: int, receivers: Sequence[str], buckets: Iterable[Bucket]) -> Iterator[Parcel]:
+    """The parcels of a generation. A generation that fails on the way is gathered to its end, since the other ranks take part in the
     gathers and would wait in them for ever; then its PushError is raised."""
+    sender.open(generation, receivers)
     failed: PushError | None = None
     for bucket in buckets:
         if failed is None:
@@ -59,8 +60,8 @@ def send_all(sender: Sender, buckets: Iterable[Bucket]) -> Iterator[Parcel]:
 class LocalSender:
     """The bucket is its own parcel: Ray carries it."""
 
-    def open(self, generation: int, num_receivers: int) -> Invitation:
-        return Invitation(generation, "", 0, 1 + num_receivers)
+    def open(self, generation: int, receivers: Sequence[str]) -> None:
+        """Nothing to begin."""
 
     def send(self, bucket: Bucket) -> Parcel:
         return bucket
@@ -81,16 +82,16 @@ class NcclSender:
     def __init__(self, address: str) -> None:
         self._address = address
         self._lane: Lane[Any] | None = None
+        self._invitation = Invitation(address, 0, ())
         self._in_flight: deque[Future[None]] = deque()
 
-    def open(self, generation: int, num_receivers: int) -> Invitation:
+    def open(self, generation: int, receivers: Sequence[str]) -> None:
         self.abort()
         with socket.socket() as probe:
             probe.bind((self._address, 0))
-            invitation = Invitation(generation, self._address, probe.getsockname()[1], 1 + num_receivers)
+            self._invitation = Invitation(self._address, probe.getsockname()[1], tuple(receivers))
         self._in_flight.clear()
-        self._lane = Lane(f"sender of generation {generation}", partial(_join_as_trainer, invitation), _destroy)
-        return invitation
+        self._lane = Lane(f"sender of generation {generation}", partial(_join_as_trainer, self._invitation), _destroy)
 
     def send(self, bucket: Bucket) -> Parcel:
         if self._lane is None:
@@ -101,7 +102,7 @@ class NcclSender:
         if sent.done():
             sent.result()  # the lane has ended: say so before anybody waits for this bucket
         self._in_flight.append(sent)
-        return Header.of(bucket)
+        return Header.of(bucket, self._invitation)
 
     def close(self) -> None:
         while self._in_flight:
@@ -142,8 +143,8 @@ class IpcSender:
     def __init__(self) -> None:
         self._held: deque[Tensor] = deque(maxlen=_BUCKETS_HELD)
 
-    def open(self, generation: int, num_receivers: int) -> Invitation:
-        return Invitation(generation, "", 0, 1 + num_receivers)
+    def open(self, generation: int, receivers: Sequence[str]) -> None:
+        self.abort()
 
     def send(self, bucket: Bucket) -> Parcel:
         tensor = _on_gpu(bucket.data)

@@ -26,7 +26,7 @@ from rewards.contract import RewardItem
 from rewards.pool import RewardPool
 from rollout.engine import Engine, EngineError, GroupRequest, Health, SwapReport, TokenScores
 from rollout.records import Group, GroupMeta, Score, ScoredGroup, Visit, describe_group
-from rollout.transports import Invitation, Parcel, make_receiver
+from rollout.transports import Parcel, make_receiver
 from rollout.weights import Manifest
 
 
@@ -47,7 +47,7 @@ class RolloutActor:
 
     def __init__(self, module: str, spec: dict[str, Any], transport: str = "local") -> None:
         """``module`` holds EngineSpec and make_engine; ``spec`` are the fields of the former."""
-        self._receiver = make_receiver(transport)
+        self._receiver = make_receiver(transport, spec["name"])
         self._engine: Engine = resolve_name(f"{module}:make_engine")(resolve_name(f"{module}:EngineSpec")(**spec))
         self._closed = threading.Event()
 
@@ -71,16 +71,8 @@ class RolloutActor:
                 yield groups
                 yield [describe_group(group) for group in groups]
 
-    def open_push(self, invitation: Invitation, place: int) -> None:
-        """Joins a generation, where the transport's two sides must meet (``rollout.transports.MEETS``)."""
-        self._receiver.open(invitation, place)
-
     def receive(self, parcel: Parcel) -> None:
         self._engine.receive(self._receiver.fetch(parcel))
-
-    def abort_push(self) -> None:
-        """Whatever waits in ``receive`` fails at once; the next generation finds everything ready."""
-        self._receiver.abort()
 
     def swap(self, version: int, manifest: Manifest) -> SwapReport:
         self._receiver.close()
@@ -97,6 +89,7 @@ class RolloutActor:
 
     def close(self) -> None:
         self._closed.set()
+        self._receiver.abort()
         self._engine.close()
 
 
@@ -148,14 +141,9 @@ class LearnerActor:
         report = self._learner.train()
         return StepReport(dict(report.metrics), report.num_optimizer_steps, report.moved)
 
-    def open_push(self, generation: int, num_receivers: int) -> Invitation:
-        """Rank 0: begins a generation, where the transport's two sides must meet (``rollout.transports.MEETS``)."""
-        invitation: Invitation = self._sender.open(generation, num_receivers)
-        return invitation
-
-    def buckets(self, generation: int, scale: float = 1.0) -> Iterator[Parcel]:
-        """Rank 0's stream of parcels, while the other ranks ``gather``."""
-        yield from self._send_all(self._sender, self._learner.buckets(generation, scale))
+    def buckets(self, generation: int, scale: float = 1.0, receivers: Sequence[str] = ()) -> Iterator[Parcel]:
+        """Rank 0's stream of parcels for the workers of these names, while the other ranks ``gather``."""
+        yield from self._send_all(self._sender, generation, receivers, self._learner.buckets(generation, scale))
 
     def abort_push(self) -> None:
         """Rank 0: whatever waits for a receiver fails at once, and the buckets that remain are gathered without being sent."""

@@ -186,7 +186,8 @@ class RayPusher:
         arriving: asyncio.Future[dict[Worker, _Failure]] | None = None
         failures: dict[Worker, _Failure] = {}
         index = 0
-        async with contextlib.aclosing(self._learner.buckets(self._generation, scale)) as buckets:
+        names = [worker.name for worker in workers]
+        async with contextlib.aclosing(self._learner.buckets(self._generation, scale, names)) as buckets:
             async for bucket in buckets:
                 failures = await arriving if arriving else {}  # at most two buckets are under way
                 if failures:

@@ -41,19 +41,25 @@ class RayLearner:
         report: StepReport = reports[0]
         return report
 
-    async def buckets(self, generation: int, scale: float = 1.0) -> AsyncGenerator[Any, None]:
-        """References to the buckets of the weights times ``scale``, each as soon as it is gathered.
+    async def buckets(self, generation: int, scale: float = 1.0, receivers: Sequence[str] = ()) -> AsyncGenerator[Any, None]:
+        """References to the parcels of the weights times ``scale`` for the workers of these names, each as soon as it is gathered.
 
-        Whoever stops early must close it (``contextlib.aclosing``): the ranks then gather to the end, and what they still yield is
-        thrown away, so that none of them is left waiting inside a collective.
+        Whoever stops early must close it (``contextlib.aclosing``): the generation is aborted, the ranks gather to the end, and what
+        they still yield is thrown away, so that none of them is left waiting for a receiver or inside a collective.
         """
         first, *others = self.ranks
         taking_part = [rank.gather.remote(generation, scale) for rank in others]
-        stream = first.buckets.options(_generator_backpressure_num_objects=BUCKETS_AHEAD).remote(generation, scale)
+        stream = first.buckets.options(_generator_backpressure_num_objects=BUCKETS_AHEAD).remote(
+            generation, scale, tuple(receivers)
+        )
+        aborting = True
         try:
             async for reference in stream:
                 yield reference
+            aborting = False
         finally:
+            if aborting:  # after the stream where one thread serves the rank, else at once: see Launcher.ranks
+                taking_part.append(first.abort_push.remote())
             async for _ in stream:
                 pass
             await asyncio.gather(*taking_part)

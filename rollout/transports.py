@@ -2,22 +2,22 @@
 
 A push is a generation. On every transport its phases are the same, and the orchestrator owns them with their deadlines:
 
-    sender (learner rank 0)                        receiver (each rollout worker)
-    open(generation, num_receivers) -> invitation  open(invitation, place)          only where ``MEETS``: the ranks of a communicator
-    send(bucket) -> parcel                         fetch(parcel) -> bucket          parcel by parcel, in the sender's order
-    close()                                        close()                          after every receiver has fetched every parcel
-    abort()                                        abort()                          at a deadline, in the middle of anything above
+    sender (learner rank 0)         receiver (each rollout worker)
+    open(generation, receivers)                                         names the workers, and waits for none of them
+    send(bucket) -> parcel          fetch(parcel) -> bucket             parcel by parcel, in the sender's order; the first one joins
+    close()                         close()                             after every receiver has fetched every parcel
+    abort()                         abort()                             at a deadline, in the middle of anything above
 
 A parcel is what the orchestrator carries: with `local` the bucket itself, else a header without its bytes, which take another
 way. What ``fetch`` returns is digested like any bucket, so a transport proves nothing and can spoil nothing unseen. A generation
-has a connection of its own; after ``abort`` both sides are ready for the next ``open``.
+has a connection of its own: a new one ends an unfinished older one on either side, and after ``abort`` both are ready for it.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pkgutil import resolve_name
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from rollout.engine import PushError
 from rollout.weights import Bucket, TensorSpec
 
-MEETS = frozenset({"nccl"})  # transports whose two sides must both open a generation before its first bucket
+MEETS = frozenset({"nccl"})  # transports whose sender waits for its receivers, so that an abort must be able to reach it
 _RECEIVERS = {
     "local": "rollout.transports:LocalReceiver",
     "nccl": "rollout.vllm_transports:NcclReceiver",
@@ -42,12 +42,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """Where the ranks of a generation's communicator meet. The sender is rank 0, the receiver at ``place`` is rank 1 + place."""
+    """Where the ranks of a generation's communicator meet: rank 0 is the sender, the others are its receivers in this order."""
 
-    generation: int
     address: str
     port: int
-    world_size: int
+    receivers: tuple[str, ...]  # names of the workers
+
+    @property
+    def world_size(self) -> int:
+        return 1 + len(self.receivers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +62,11 @@ class Header:
     specs: tuple[TensorSpec, ...]
     offsets: tuple[int, ...]
     num_bytes: int
-    handles: dict[str, tuple[Any, ...]] | None  # ipc: how the bytes are opened on the GPU of each id; nccl: none
+    way: Invitation | dict[str, tuple[Any, ...]]  # nccl: where to meet; ipc: how the bytes are opened on the GPU of each id
 
     @classmethod
-    def of(cls, bucket: Bucket, handles: dict[str, tuple[Any, ...]] | None = None) -> Header:
-        return cls(bucket.generation, bucket.index, bucket.specs, bucket.offsets, bucket.data.nbytes, handles)
+    def of(cls, bucket: Bucket, way: Invitation | dict[str, tuple[Any, ...]]) -> Header:
+        return cls(bucket.generation, bucket.index, bucket.specs, bucket.offsets, bucket.data.nbytes, way)
 
     def filled(self, data: NDArray[np.uint8]) -> Bucket:
         return Bucket(self.generation, self.index, self.specs, self.offsets, data)
@@ -75,7 +78,7 @@ Parcel: TypeAlias = Bucket | Header
 class Sender(Protocol):
     """The half of learner rank 0. ``abort`` may be called from any thread, the rest from one."""
 
-    def open(self, generation: int, num_receivers: int) -> Invitation:
+    def open(self, generation: int, receivers: Sequence[str]) -> None:
         """Begins a generation, without waiting for the receivers; an unfinished older one is aborted."""
 
     def send(self, bucket: Bucket) -> Parcel:
@@ -92,12 +95,10 @@ class Sender(Protocol):
 class Receiver(Protocol):
     """The half of a rollout worker. ``abort`` may be called from any thread, the rest from one at a time."""
 
-    def open(self, invitation: Invitation, place: int) -> None:
-        """Joins a generation, without waiting for the others; an unfinished older one is aborted."""
-
     def fetch(self, parcel: Parcel) -> Bucket:
-        """The parcel's bucket, its bytes in this process's memory. Raises PushError for a generation that was aborted or whose
-        connection failed, and for a parcel of another generation or out of order."""
+        """The parcel's bucket, its bytes in this process's memory. The first parcel of a newer generation joins it and aborts an
+        unfinished older one. Raises PushError for a generation that was aborted or whose connection failed, and for a parcel of an
+        older generation or out of order."""
 
     def close(self) -> None:
         """Ends a generation whose parcels were all fetched."""
@@ -106,17 +107,18 @@ class Receiver(Protocol):
         """Ends a generation at once: whoever waits in ``fetch`` gets PushError."""
 
 
-def make_receiver(transport: str) -> Receiver:
-    """The receiving half; vLLM is imported for `nccl` and `ipc` only. Raises EngineError where this vLLM lacks the transport."""
-    receiver: Receiver = resolve_name(_RECEIVERS[transport])()
+def make_receiver(transport: str, worker: str) -> Receiver:
+    """The receiving half of the worker of that name. vLLM is imported for `nccl` and `ipc` only. Raises EngineError where it lacks
+    the transport."""
+    receiver: Receiver = resolve_name(_RECEIVERS[transport])(worker)
     return receiver
 
 
 class LocalReceiver:
     """Ray has brought the bytes: shared memory on a node, one fetch a node across nodes."""
 
-    def open(self, invitation: Invitation, place: int) -> None:
-        """Nothing to join."""
+    def __init__(self, worker: str) -> None:
+        pass
 
     def fetch(self, parcel: Parcel) -> Bucket:
         assert isinstance(parcel, Bucket)

@@ -68,8 +68,8 @@ class _Inbox:
 
     def receive(self, header: Header) -> NDArray[np.uint8]:
         update: dict[str, Any] = {"names": ["bucket"], "dtype_names": ["uint8"], "shapes": [[header.num_bytes]]}
-        if header.handles is not None:
-            update["ipc_handles"] = [header.handles]
+        if isinstance(header.way, dict):
+            update["ipc_handles"] = [header.way]
         self._engine.receive_weights(self._engine.parse_update_info(update))
         return self._tray.take()
 
@@ -103,20 +103,21 @@ def _this_gpu() -> torch.device:
 class NcclReceiver:
     """Takes part in the broadcasts of one sender, over a communicator of each generation's own."""
 
-    def __init__(self) -> None:
+    def __init__(self, worker: str) -> None:
         _engine_class("nccl")  # says at once what is missing
+        self._worker = worker
         self._lane: Lane[_Inbox] | None = None
         self._generation = -1
         self._next_index = 0
 
-    def open(self, invitation: Invitation, place: int) -> None:
-        self.abort()
-        self._generation, self._next_index = invitation.generation, 0
-        name = f"receiver {place} of generation {invitation.generation}"
-        self._lane = Lane(name, partial(_join, invitation, place), _Inbox.shutdown)
-
     def fetch(self, parcel: Parcel) -> Bucket:
         assert isinstance(parcel, Header)
+        assert isinstance(parcel.way, Invitation)
+        if parcel.generation > self._generation and parcel.index == 0:
+            self.abort()
+            name = f"{self._worker} in generation {parcel.generation}"
+            self._lane = Lane(name, partial(_join, parcel.way, self._worker), _Inbox.shutdown)
+            self._generation, self._next_index = parcel.generation, 0
         if self._lane is None or (parcel.generation, parcel.index) != (self._generation, self._next_index):
             raise PushError(
                 f"parcel {parcel.index} of generation {parcel.generation} came where parcel {self._next_index} of generation "
@@ -134,29 +135,27 @@ class NcclReceiver:
             self._lane.end("aborted")
 
 
-def _join(invitation: Invitation, place: int) -> _Inbox:
+def _join(invitation: Invitation, worker: str) -> _Inbox:
     """Returns when every rank has joined."""
     torch.cuda.set_stream(torch.cuda.Stream())  # of this thread: a broadcast that waits must hold up no decode step
     meeting = {"master_address": invitation.address, "master_port": invitation.port}
-    return _Inbox("nccl", meeting | {"rank_offset": 1 + place, "world_size": invitation.world_size})
+    rank = 1 + invitation.receivers.index(worker)
+    return _Inbox("nccl", meeting | {"rank_offset": rank, "world_size": invitation.world_size})
 
 
 class IpcReceiver:
     """Opens what a learner on this very GPU left there."""
 
-    def __init__(self) -> None:
+    def __init__(self, worker: str) -> None:
         self._inbox = _Inbox("ipc", {})
-
-    def open(self, invitation: Invitation, place: int) -> None:
-        """Nothing to join."""
 
     def fetch(self, parcel: Parcel) -> Bucket:
         assert isinstance(parcel, Header)
-        assert parcel.handles is not None
+        assert isinstance(parcel.way, dict)
         mine = str(torch.cuda.get_device_properties(_this_gpu()).uuid)
-        if mine not in parcel.handles:
+        if mine not in parcel.way:
             raise PushError(
-                f"the bytes lie on GPU {', '.join(parcel.handles)}, this engine runs on {mine}: rollout.transport=ipc needs engine "
+                f"the bytes lie on GPU {', '.join(parcel.way)}, this engine runs on {mine}: rollout.transport=ipc needs engine "
                 "and learner on one GPU; rollout.transport=nccl or local works; the running weights are untouched"
             )
         return parcel.filled(self._inbox.receive(parcel))

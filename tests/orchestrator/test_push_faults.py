@@ -43,7 +43,7 @@ class FakeLearner:
         self.log = []
         self.hang = False
 
-    async def buckets(self, generation, scale=1.0):
+    async def buckets(self, generation, scale=1.0, receivers=()):
         self.log.append(("gather", generation, scale))
         self.specs, self.generation = [], generation
         try:
@@ -390,7 +390,7 @@ async def test_old_weights_sent_once_are_cured_by_gathering_anew(world):
     old, new = w.learner.values, w.learner.values + np.float32(0.25)
     gather = w.learner.buckets
 
-    def stale_once(generation, scale=1.0):
+    def stale_once(generation, scale=1.0, receivers=()):
         w.learner.values = old if generation == 4 else new
         return gather(generation, scale)
 

@@ -26,7 +26,7 @@ from learner import sending
 from learner.sending import make_sender, send_all
 from rollout import vllm_transports
 from rollout.receiving import PushReceiver
-from rollout.transports import Header, make_receiver
+from rollout.transports import Header, Invitation, make_receiver
 from rollout.weights import Bucket, Manifest, TensorSpec, digest_bytes
 
 pytestmark = pytest.mark.timeout(60)
@@ -67,7 +67,7 @@ class Communicator:
         wire = self.wire
         if wire.error:
             raise wire.error
-        assert threading.current_thread().name.split()[0] in ("sender", "receiver")  # never the caller's own thread
+        assert "generation" in threading.current_thread().name  # never the caller's own thread
         with wire.changed:
             number = wire.calls[self.rank]
             wire.calls[self.rank] += 1
@@ -140,20 +140,25 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Network:
     return made
 
 
-def open_all(sender: Any, receivers: list[Any], generation: int) -> None:
-    invitation = pickle.loads(pickle.dumps(sender.open(generation, len(receivers))))
-    for place, receiver in enumerate(receivers):
-        receiver.open(invitation, place)
+def make_receivers(num: int, transport: str = "nccl") -> list[Any]:
+    return [make_receiver(transport, f"worker-{place}") for place in range(num)]
+
+
+def open_for(sender: Any, receivers: list[Any], generation: int) -> None:
+    sender.open(generation, [f"worker-{place}" for place in range(len(receivers))])
 
 
 def push(sender: Any, receivers: list[Any], buckets: list[Bucket]) -> list[list[Bucket]]:
     """As the orchestrator does it: every receiver fetches a parcel before the next is handed out."""
     arrived: list[list[Bucket]] = [[] for _ in receivers]
     with ThreadPoolExecutor(len(receivers)) as pool:
-        for parcel in send_all(sender, buckets):
+        names = [f"worker-{place}" for place in range(len(receivers))]
+        for parcel in send_all(sender, buckets[0].generation, names, buckets):
             assert isinstance(parcel, Header)
-            assert len(pickle.dumps(parcel)) < 600  # no bytes of the bucket travel in it
-            for place, bucket in enumerate(pool.map(lambda receiver, parcel=parcel: receiver.fetch(parcel), receivers)):
+            carried = pickle.dumps(parcel)
+            assert buckets[parcel.index].data[:32].tobytes() not in carried  # the bytes take another way
+            parts = pool.map(lambda receiver, carried=carried: receiver.fetch(pickle.loads(carried)), receivers)
+            for place, bucket in enumerate(parts):
                 arrived[place].append(bucket)
     sender.close()
     for receiver in receivers:
@@ -162,10 +167,9 @@ def push(sender: Any, receivers: list[Any], buckets: list[Bucket]) -> list[list[
 
 
 def test_nccl_brings_every_bucket_to_every_receiver(network: Network) -> None:
-    sender, receivers = make_sender("nccl", HERE), [make_receiver("nccl") for _ in range(2)]
+    sender, receivers = make_sender("nccl", HERE), make_receivers(2)
     for generation in (1, 2):
         buckets = [make_bucket(generation, index) for index in range(4)]
-        open_all(sender, receivers, generation)
         for arrived in push(sender, receivers, buckets):
             into = PushReceiver()
             for bucket in arrived:
@@ -179,8 +183,8 @@ def test_nccl_brings_every_bucket_to_every_receiver(network: Network) -> None:
 
 
 def test_a_bucket_spoiled_on_the_way_does_not_pass_the_digest(network: Network) -> None:
-    sender, receiver = make_sender("nccl", HERE), make_receiver("nccl")
-    open_all(sender, [receiver], 1)
+    sender, receiver = make_sender("nccl", HERE), make_receiver("nccl", "worker-0")
+    open_for(sender, [receiver], 1)
     parcel = sender.send(make_bucket(1, 0))
     while not network.wires:
         time.sleep(0.001)
@@ -192,14 +196,13 @@ def test_a_bucket_spoiled_on_the_way_does_not_pass_the_digest(network: Network) 
 
 
 def test_two_buckets_are_under_way_while_the_third_waits(network: Network) -> None:
-    sender, receiver = make_sender("nccl", HERE), make_receiver("nccl")
-    invitation = sender.open(1, 1)
+    sender, receiver = make_sender("nccl", HERE), make_receiver("nccl", "worker-0")
+    open_for(sender, [receiver], 1)
     parcels = [sender.send(make_bucket(1, index)) for index in range(2)]  # nobody has joined, and none waits for that
     with ThreadPoolExecutor(1) as pool:
         third = pool.submit(sender.send, make_bucket(1, 2))
         time.sleep(0.1)
         assert not third.done()
-        receiver.open(invitation, 0)
         receiver.fetch(parcels[0])
         parcels.append(third.result(10))
     assert [receiver.fetch(parcel).index for parcel in parcels[1:]] == [1, 2]
@@ -208,8 +211,8 @@ def test_two_buckets_are_under_way_while_the_third_waits(network: Network) -> No
 
 
 def test_abort_frees_the_survivors_of_a_silent_receiver_for_the_next_generation(network: Network) -> None:
-    sender, receivers = make_sender("nccl", HERE), [make_receiver("nccl") for _ in range(2)]
-    open_all(sender, receivers, 1)
+    sender, receivers = make_sender("nccl", HERE), make_receivers(2)
+    open_for(sender, receivers, 1)
     parcels = [sender.send(make_bucket(1, index)) for index in range(2)]
     with ThreadPoolExecutor(3) as pool:
         for fetched in [pool.submit(receiver.fetch, parcels[0]) for receiver in receivers]:
@@ -222,14 +225,13 @@ def test_abort_frees_the_survivors_of_a_silent_receiver_for_the_next_generation(
         sender.abort()
         receivers[0].abort()
         for waiting in stuck:
-            with pytest.raises(PushError, match=r"of generation 1: aborted; the running weights are untouched"):
+            with pytest.raises(PushError, match=r"generation 1: aborted; the running weights are untouched"):
                 waiting.result(10)
     assert sorted(network.last.destroyed) == [0, 1]
     with pytest.raises(PushError, match="aborted"):
         sender.send(make_bucket(1, 4))
     with pytest.raises(PushError, match="aborted"):
-        receivers[0].fetch(Header.of(make_bucket(1, 2)))
-    open_all(sender, receivers[:1], 2)
+        receivers[0].fetch(Header.of(make_bucket(1, 2), parcels[0].way))
     buckets = [make_bucket(2, index) for index in range(3)]
     (arrived,) = push(sender, receivers[:1], buckets)
     assert [b.data.tobytes() for b in arrived] == [b.data.tobytes() for b in buckets]
@@ -237,17 +239,17 @@ def test_abort_frees_the_survivors_of_a_silent_receiver_for_the_next_generation(
 
 
 def test_abort_while_the_ranks_meet_and_whoever_comes_late_lets_go(network: Network) -> None:
-    sender, receiver = make_sender("nccl", HERE), make_receiver("nccl")
-    invitation = sender.open(1, 2)
-    receiver.open(invitation, 0)
+    sender, receiver = make_sender("nccl", HERE), make_receiver("nccl", "worker-0")
+    sender.open(1, ["worker-0", "worker-1"])
+    parcel = sender.send(make_bucket(1, 0))
     with ThreadPoolExecutor(1) as pool:
-        fetched = pool.submit(receiver.fetch, sender.send(make_bucket(1, 0)))
+        fetched = pool.submit(receiver.fetch, parcel)
         time.sleep(0.05)
         receiver.abort()
         sender.abort()
-        with pytest.raises(PushError, match="receiver 0 of generation 1: aborted"):
+        with pytest.raises(PushError, match="worker-0 in generation 1: aborted"):
             fetched.result(10)
-    network.join(invitation.address, invitation.port, 2, 3)  # the third comes after all
+    network.join(parcel.way.address, parcel.way.port, 2, 3)  # the third comes after all
     wire = network.last
     with wire.changed:
         assert wire.changed.wait_for(lambda: sorted(wire.destroyed) == [0, 1], timeout=10)
@@ -255,37 +257,37 @@ def test_abort_while_the_ranks_meet_and_whoever_comes_late_lets_go(network: Netw
 
 
 def test_a_broken_communicator_is_told_in_its_own_words(network: Network) -> None:
-    sender, receiver = make_sender("nccl", HERE), make_receiver("nccl")
-    open_all(sender, [receiver], 1)
+    sender, receiver = make_sender("nccl", HERE), make_receiver("nccl", "worker-0")
+    open_for(sender, [receiver], 1)
     while not network.wires:
         time.sleep(0.001)
     network.last.error = RuntimeError("NCCL error: unhandled system error")
     parcel = sender.send(make_bucket(1, 0))
-    with pytest.raises(PushError, match="sender of generation 1: RuntimeError: NCCL error: unhandled system error"):
-        sender.close()
-    with pytest.raises(PushError, match="receiver 0 of generation 1: RuntimeError: NCCL error"):
+    with pytest.raises(PushError, match="worker-0 in generation 1: RuntimeError: NCCL error: unhandled system error"):
         receiver.fetch(parcel)
+    with pytest.raises(PushError, match="sender of generation 1: RuntimeError: NCCL error"):
+        sender.close()
     assert sorted(network.last.destroyed) == [0, 1]
 
 
 def test_parcels_of_another_generation_or_out_of_order_are_refused(network: Network) -> None:
-    sender, receiver = make_sender("nccl", HERE), make_receiver("nccl")
+    sender, receiver = make_sender("nccl", HERE), make_receiver("nccl", "worker-0")
     with pytest.raises(PushError, match="generation 3 was never opened"):
         sender.send(make_bucket(3, 0))
-    with pytest.raises(PushError, match="parcel 0 of generation 3 came where parcel 0 of generation -1"):
-        receiver.fetch(Header.of(make_bucket(3, 0)))
-    open_all(sender, [receiver], 4)
-    for wrong in (make_bucket(3, 0), make_bucket(4, 1)):
-        with pytest.raises(PushError, match=r"came where parcel 0 of generation 4 was next; the running weights are untouched"):
-            receiver.fetch(Header.of(wrong))
-    (arrived,) = push(sender, [receiver], [make_bucket(4, 0)])  # neither has done harm
-    assert arrived[0].data.tobytes() == make_bucket(4, 0).data.tobytes()
+    with pytest.raises(PushError, match="parcel 1 of generation 3 came where parcel 0 of generation -1"):
+        receiver.fetch(Header.of(make_bucket(3, 1), Invitation(HERE, 1, ("worker-0",))))
+    open_for(sender, [receiver], 4)
+    first, second = (sender.send(make_bucket(4, index)) for index in range(2))
+    receiver.fetch(first)
+    for wrong in (make_bucket(3, 0), make_bucket(3, 1), make_bucket(4, 0), make_bucket(4, 2), make_bucket(5, 1)):
+        with pytest.raises(PushError, match=r"came where parcel 1 of generation 4 was next; the running weights are untouched"):
+            receiver.fetch(Header.of(wrong, first.way))
+    assert receiver.fetch(second).data.tobytes() == make_bucket(4, 1).data.tobytes()  # none of them has done harm
 
 
 def test_a_failed_generation_is_gathered_to_its_end(network: Network) -> None:
     """The other ranks take part in every gather: were rank 0 to stop, they would wait for ever."""
     sender = make_sender("nccl", HERE)
-    sender.open(1, 1)
     gathered = []
 
     def gather() -> Any:
@@ -293,7 +295,7 @@ def test_a_failed_generation_is_gathered_to_its_end(network: Network) -> None:
             gathered.append(index)
             yield make_bucket(1, index)
 
-    parcels = send_all(sender, gather())
+    parcels = send_all(sender, 1, ["worker-0"], gather())
     assert next(parcels).index == 0
     sender.abort()
     with pytest.raises(PushError, match="aborted"):
@@ -315,7 +317,7 @@ def test_ipc_opens_the_senders_memory_on_its_own_gpu(network: Network, monkeypat
 
     monkeypatch.setattr(sending, "reduce_tensor", reduce_tensor)
     monkeypatch.setattr(ipc_engine, "rebuild_cuda_tensor", rebuild)
-    sender, receiver = make_sender("ipc", HERE), make_receiver("ipc")
+    sender, receiver = make_sender("ipc", HERE), make_receiver("ipc", "worker-0")
     buckets = [make_bucket(1, index) for index in range(3)]
     (arrived,) = push(sender, [receiver], buckets)
     assert [b.data.tobytes() for b in arrived] == [b.data.tobytes() for b in buckets]
@@ -335,14 +337,14 @@ def test_a_vllm_with_another_interface_is_refused_at_start(transport: str, monke
     module = {"nccl": nccl_engine, "ipc": ipc_engine}[transport]
     monkeypatch.setattr(module, name, type(name, (), {"__init__": lambda self, config, parallel_config, model: None}))
     with pytest.raises(EngineError, match=rf"transport={transport} is written against vLLM 0\.32.*local works"):
-        make_receiver(transport)
+        make_receiver(transport, "worker-0")
     monkeypatch.delattr(module, name)
     with pytest.raises(EngineError, match="is missing or another"):
-        make_receiver(transport)
+        make_receiver(transport, "worker-0")
 
 
 def test_local_hands_the_bucket_on_as_it_is() -> None:
-    sender, receiver = make_sender("local", HERE), make_receiver("local")
+    sender, receiver = make_sender("local", HERE), make_receiver("local", "worker-0")
     buckets = [make_bucket(1, index) for index in range(3)]
-    for parcel, bucket in zip(send_all(sender, buckets), buckets, strict=True):
+    for parcel, bucket in zip(send_all(sender, 1, ["worker-0"], buckets), buckets, strict=True):
         assert receiver.fetch(parcel) is bucket
