@@ -195,7 +195,7 @@ def test_qwen3_0_6b_on_two_gpus():
     assert learner["gradients"] == 6 * 596_049_920 + 2 * 151_936 * 1_024 == 3_887_464_448
     assert made.cache_token_bytes == 2 * 28 * 8 * 128 * 2 == 114_688
     assert made.push.seconds == pytest.approx(1.19209984 / 20)
-    assert made.fit.nodes == ((("rollout-0",), ("learner-0",)),)
+    assert made.fit.nodes == ((("learner-0",), ("rollout-0",)),)
     assert made.fit.problems == ()
 
 
@@ -259,7 +259,7 @@ def test_qwen3_30b_a3b_on_sixteen_gpus():
     layer = 3 * 128 * 2_048 * 768 + 128 * 2_048 + 2 * 2_048 * 4_096 + 2 * 2_048 * 512 + 2 * 2_048 + 2 * 128
     assert made.push.bucket_bytes == 2 * layer == 1_246_241_280
     assert made.push.num_bytes == 61_064_245_248
-    assert made.push.num_fetches == 1  # the engines fill the first node, rank 0 is on the second
+    assert made.push.num_fetches == 1  # the ranks fill the first node, the engines the second
     assert made.fit.problems == ()
 
 
@@ -500,8 +500,9 @@ def test_the_command_prints_the_plan_and_imports_nothing_heavy():
     assert after.ru_utime - before.ru_utime < 2
     lines = out.splitlines()
     assert lines[0] == "Qwen/Qwen3-8B: 8,190,735,360 parameters in 399 tensors, bfloat16; 12 GPUs of 80.0 GiB, 8 a node"
-    assert "           gpu 5  rollout-5" in lines
-    assert "  node 1   gpu 0  learner-2" in lines
+    assert "           gpu 5  learner-5" in lines  # ranks fill up from the first node, engines go where most is free
+    assert "           gpu 6  rollout-2" in lines
+    assert "  node 1   gpu 0  rollout-0" in lines
     assert any(line.endswith("for the run: rollout.num_workers=6 learner.num_ranks=6") for line in lines)
     assert any("(max_lag + oversample) x groups_per_step = 192" in line for line in lines)  # (2 + 1) x 64
     assert any("at most 2 for one that is trained in its turn; no bound for one that others overtake" in line for line in lines)
