@@ -137,6 +137,7 @@ class Learner:
         ``logp.detach()`` of its own forward: the ratio is exactly 1 and no forward is spent, in a batch of one optimizer step
         none at all. With fewer groups than ``num_mini_batches`` there are fewer mini-batches, with no trainable sample none.
         """
+        self.engine.check_states_are_here("prepare")
         spec = self.spec
         samples, counts = make_samples(
             batch.groups,
@@ -191,6 +192,7 @@ class Learner:
 
         Raises NonFiniteError after more than ``learner.max_skipped_steps`` steps in a row that were not finite.
         """
+        self.engine.check_states_are_here("train")
         steps, self._steps = self._steps, []
         sums = MetricSums({}, {})
         results: list[StepResult] = []
@@ -250,6 +252,17 @@ class Learner:
             torch.distributed.all_gather_object(parts, mine)
         return parts
 
+    # ---- its turn on a shared device --------------------------------------------------------------------------------
+
+    def offload(self) -> int:
+        """Ends its turn: lays aside what only training needs, and returns how many bytes of the device became free. The weights stay:
+        ``buckets``, ``export`` and ``score_tokens`` work, while ``prepare``, ``train``, ``save`` and ``load`` raise RuntimeError."""
+        return self.engine.offload()
+
+    def reload(self) -> None:
+        """Begins its turn."""
+        self.engine.reload()
+
     # ---- its weights ------------------------------------------------------------------------------------------------
 
     def score_tokens(self, rows: Sequence[NDArray[np.int32]], temperature: float) -> list[NDArray[np.float32]]:
@@ -284,6 +297,7 @@ class Learner:
     def save(self, folder: str | Path) -> list[str]:
         """Writes masters, moments and counters, each rank its share. Returns the names of the files that this rank wrote, now on
         the disk. All ranks call it; none waits for the others to have written."""
+        self.engine.check_states_are_here("save")
         return save_state(self.engine, self._parameters, Path(folder), rank=self.rank)
 
     def load(self, folder: str | Path) -> None:
@@ -291,6 +305,7 @@ class Learner:
 
         Raises FileNotFoundError where there is nothing to restore, ValueError for another model, precision or optimizer.
         """
+        self.engine.check_states_are_here("load")
         load_state(self.engine, self._parameters, Path(folder))
 
     def export(self, folder: str | Path) -> list[str]:
