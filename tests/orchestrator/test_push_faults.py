@@ -448,11 +448,16 @@ async def test_visits_wait_where_no_worker_is_left(world):
 
 
 async def test_evaluation_visits_of_a_lost_worker_are_asked_of_the_others(world):
+    """B142: those it goes on with take no push until it ends, although the new worker is pushed and proven meanwhile."""
     w = world(faults={"rollout-1": at("submit", 1, "die")})
     await w.start()
+    survivor = w.engines["rollout-0"]
+    num_received = sum(entry[0] == "receive" for entry in survivor.log)
     visits = [Visit(f"p{i}", 0, Purpose.EVAL) for i in range(2)]
     asking = asyncio.create_task(w.fleet.evaluate(visits))
-    await w.until(lambda: ("submit", [visits[1]]) in w.engines["rollout-0"].log)
+    await w.until(lambda: ("submit", [visits[1]]) in survivor.log)
+    await w.until(lambda: w.in_use() == ["rollout-0", "rollout-1.1"])
+    assert sum(entry[0] == "receive" for entry in survivor.log) == num_received
     asking.cancel()
 
 
