@@ -32,7 +32,8 @@ _HELLO = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.a
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a run asks of Ray: one CPU (or GPU) a rollout worker's device, one a learner rank, one CPU a verifier. Verifiers are counted
+    """What a run asks of Ray: one CPU (and GPU) a rollout worker's device, one a learner rank, one CPU a verifier. Colocated, engine
+    and rank share a GPU. Verifiers are counted
     once; the nodes of the workers each have their own, and are known once the workers have their places."""
 
     num_cpus: int
@@ -40,8 +41,9 @@ class Demand:
 
     @classmethod
     def of(cls, config: Config, *, gpu: bool) -> Demand:
-        devices = config.rollout.num_workers * config.rollout.tensor_parallel_size + config.learner.num_ranks
-        return cls(num_cpus=devices + config.reward.num_workers, num_gpus=devices if gpu else 0)
+        engines, ranks = config.rollout.num_workers * config.rollout.tensor_parallel_size, config.learner.num_ranks
+        gpus = engines if config.cluster.placement is Placement.colocated else engines + ranks
+        return cls(num_cpus=engines + ranks + config.reward.num_workers, num_gpus=gpus if gpu else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +68,6 @@ def start_cluster(config: ClusterConfig, demand: Demand) -> Cluster:
     A private instance may carry two single-threaded actors a core (and four on one core), since at lag 0 engine and learner work
     in turn; a number given as ``cluster.num_cpus``, and a joined instance, are taken at their word.
     """
-    if config.placement is Placement.colocated:
-        raise ConfigError(
-            "cluster.placement=colocated: `limen plan` reckons with it, but a run that hands its devices to and fro is not built yet; "
-            "cluster.placement=split works"
-        )
     address = join_address(config)
     os.environ.setdefault("RAY_worker_niceness", "0")  # read by the raylet when it starts, so before init
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

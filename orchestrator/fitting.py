@@ -134,15 +134,13 @@ def halves(value: int, least: int) -> Iterator[int]:
 
 def _splits(config: Config, shape: Shape, machines: Machines) -> Iterator[tuple[int, int, int]]:
     """(workers, devices of each, ranks) in the order in which they are tried: the narrowest engines first, on half of the GPUs,
-    then a quarter and so on, so that the learner gets more. Colocated, engines and ranks take them all."""
+    then a quarter and so on, so that the learner gets more. Colocated, every GPU has an engine and a rank."""
     num = machines.num_gpus
+    if colocated(config):
+        yield num, 1, num
+        return
     for width in ENGINE_WIDTHS:
         if width > machines.gpus_per_node or shape.num_heads % width:
-            continue
-        if colocated(config):
-            workers = sum(size // width for size in machines.node_sizes)
-            if workers:
-                yield workers, width, workers * width
             continue
         for workers in (max(1, num // 2 // width), *halves(num // 2 // width, 1)):
             if num > workers * width:
@@ -153,7 +151,7 @@ def place(config: Config, machines: Machines) -> Nodes | None:
     """Roles on every device of every node; None where there are too few. An engine lies whole on one node.
 
     As the launch reserves them (orchestrator/launch.py): ranks first, packed on few nodes, then engines, spread over the nodes.
-    Colocated, engines first, then ranks on the engines' own devices.
+    Colocated, an engine and a rank on each device, packed.
     """
     width = config.rollout.tensor_parallel_size
     engines = [f"rollout-{i}" for i in range(config.rollout.num_workers)]
@@ -169,7 +167,7 @@ def place(config: Config, machines: Machines) -> Nodes | None:
             device.append(name)
     free = [[device for device in node if not device] for node in nodes]
     for name in engines:
-        room = max(free, key=len)
+        room = next((room for room in free if len(room) >= width), []) if colocated(config) else max(free, key=len)
         if len(room) < width:
             return None
         for device in room[:width]:

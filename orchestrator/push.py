@@ -105,6 +105,7 @@ class RayPusher:
         self._num_unchanged = 0  # pushes in a row that changed nothing after a step that moved
         self._baseline = Baseline(dtype)
         self._rungs: Counter[int] = Counter()  # by slot: 1 after a retry, 2 after a replacement
+        self.on_delivered: Callable[[], Awaitable[None]] | None = None  # before an engine computes with what a push brought
         crew.spawn(self._tend())
 
     @property
@@ -130,6 +131,8 @@ class RayPusher:
             moved = report is not None and report.moved
             delivery = await self._in_time(version, self._deliver(version, self._crew.proven, moved=moved))
             changed = self._file(delivery, moved=moved)
+            if self.on_delivered is not None:
+                await self.on_delivered()
             self._version = version
             for worker in self._crew.proven:
                 del self._rungs[self._crew.slot(worker)]
@@ -238,7 +241,8 @@ class RayPusher:
         if before is None:
             return {}
         num = num_changed(before, after)
-        self._num_unchanged = self._num_unchanged + 1 if moved and num == 0 else 0
+        if moved:  # the same weights are sent again where engines had to give up theirs
+            self._num_unchanged = self._num_unchanged + 1 if num == 0 else 0
         return {"push/changed_frac": num / len(after.specs)}
 
     # ---- proofs -----------------------------------------------------------------------------------------------------
