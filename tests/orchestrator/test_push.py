@@ -258,8 +258,8 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def ray_instance():
-    config = load_config([])
-    instance = cluster.start_cluster(config.cluster, cluster.Demand(num_cpus=3, num_gpus=0))
+    config = load_config(["cluster.num_cpus=6"])
+    instance = cluster.start_cluster(config.cluster, cluster.Demand(num_cpus=6, num_gpus=0))
     yield instance
     instance.close()
 
