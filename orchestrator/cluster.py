@@ -23,9 +23,8 @@ import configs
 from configs.errors import ConfigError
 from configs.schema import ClusterConfig, Config, Placement
 from orchestrator.errors import RunStopped
-from orchestrator.threads import usable_cpus
+from orchestrator.threads import private_books, usable_cpus
 
-SMALLEST_BOOKS = 4  # CPUs in the books of a private instance, however few cores there are
 JOIN_S = 20.0  # for the instance to answer that the run is to join
 _HELLO = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
 
@@ -65,8 +64,8 @@ def start_cluster(config: ClusterConfig, demand: Demand) -> Cluster:
     """Joins or starts Ray. Raises ConfigError for an address that cannot be joined, RunStopped where nobody answers there, or with
     asked and available numbers where the demand cannot be met.
 
-    A private instance may carry two single-threaded actors a core (and four on one core), since at lag 0 engine and learner work
-    in turn; a number given as ``cluster.num_cpus``, and a joined instance, are taken at their word.
+    A private instance may carry more actors than cores, see ``private_books``; a number given as ``cluster.num_cpus``, and a joined
+    instance, are taken at their word.
     """
     address = join_address(config)
     os.environ.setdefault("RAY_worker_niceness", "0")  # read by the raylet when it starts, so before init
@@ -75,10 +74,7 @@ def start_cluster(config: ClusterConfig, demand: Demand) -> Cluster:
         _join(address)
         cluster = Cluster(address=address, joined=True)
     else:
-        cores = usable_cpus()
-        books = (
-            config.num_cpus if config.num_cpus is not None else max(cores, min(demand.num_cpus, max(SMALLEST_BOOKS, 2 * cores)))
-        )
+        books = private_books(demand.num_cpus, usable_cpus()) if config.num_cpus is None else config.num_cpus
         _init(address="local", num_cpus=books, include_dashboard=False)
         cluster = Cluster(address="private", joined=False)
     available = ray.cluster_resources()

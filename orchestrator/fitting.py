@@ -25,6 +25,7 @@ from orchestrator.footprint import (
     weight_bytes,
 )
 from orchestrator.shapes import Shape
+from orchestrator.threads import private_books
 
 COUNTS = ("rollout.num_workers", "rollout.tensor_parallel_size", "learner.num_ranks")
 STATES = ("master weights", "moments", "gradients")  # what a colocated learner lays aside while the engine has the device
@@ -195,9 +196,10 @@ def _measure(config: Config, shape: Shape, machines: Machines) -> Fit:
         rollout = config.rollout
         problems.insert(
             0,
-            f"{rollout.num_workers} rollout workers of {rollout.tensor_parallel_size} GPUs, each on one node, and {config.learner.num_ranks} "
-            f"learner ranks do not go onto {machines.num_gpus} GPUs, {machines.gpus_per_node} a node ({config.cluster.placement.value})",
+            f"engines on {rollout.num_workers} x {rollout.tensor_parallel_size} GPUs, each on one node, and learner ranks on "
+            f"{config.learner.num_ranks} do not go onto {machines.num_gpus}, {machines.gpus_per_node} a node ({config.cluster.placement.value})",
         )
+    problems += _books_problem(config, machines)
     if machines.node_bytes is not None and node.total > machines.node_bytes:
         problems.append(f"a node takes {gib(node.total)} of main memory and has {gib(machines.node_bytes)}")
     return Fit(config, machines, nodes, learner, engine, node, tuple(problems))
@@ -210,10 +212,8 @@ def _device_uses(config: Config, shape: Shape, machines: Machines) -> tuple[Use,
 
 def _node_use(config: Config, shape: Shape, nodes: Nodes, learner: Use, engine: Use, *, gpu: bool) -> Use:
     """Main memory of the fullest node. Every rank loads the whole model, and copies it for the reference, before DeepSpeed takes it."""
-    weights, engines = (
-        weight_bytes(config) * shape.num_parameters,
-        config.rollout.num_workers * config.rollout.tensor_parallel_size,
-    )
+    weights = weight_bytes(config) * shape.num_parameters
+    engines = config.rollout.num_workers * config.rollout.tensor_parallel_size
     items = [Item("a push in Ray's object store", weights, False)]
     if gpu:
         ranks = max((sum(role.startswith("learner") for device in node for role in device) for node in nodes), default=0)
@@ -228,6 +228,20 @@ def _node_use(config: Config, shape: Shape, nodes: Nodes, learner: Use, engine: 
         limit = int(config.reward.num_workers * config.reward.memory_gib * GIB)
         items.append(Item(f"{config.reward.num_workers} verifiers at their limit", limit, False))
     return Use(tuple(items))
+
+
+def asked_cpus(config: Config) -> int:
+    """What a run on CPU asks of Ray: one an engine's device, one a learner rank, one a verifier."""
+    return config.rollout.num_workers * config.rollout.tensor_parallel_size + config.learner.num_ranks + config.reward.num_workers
+
+
+def _books_problem(config: Config, machines: Machines) -> list[str]:
+    """Where the run would start its own Ray on this one node, which refuses more actors than its books hold."""
+    if machines.num_gpus > 0 or config.cluster.address not in ("auto", "local"):
+        return []
+    asked = asked_cpus(config)
+    books = private_books(asked, machines.cpus) if config.cluster.num_cpus is None else config.cluster.num_cpus
+    return [f"{asked} CPUs are asked of Ray, which has {books} on {machines.cpus} cores"] if asked > books else []
 
 
 def _device_problems(config: Config, shape: Shape, machines: Machines, learner: Use, engine: Use) -> Iterator[str]:
