@@ -18,7 +18,7 @@ from ray.exceptions import RayError, RayTaskError
 from configs.compose import dump_config
 from configs.errors import ConfigError
 from configs.functions import resolve_function
-from configs.schema import Config, Placement
+from configs.schema import Config, OnSwap, Placement
 from learner.selection import SELECTIONS, Decision
 from orchestrator import material
 from orchestrator.checkpoint import GROUPS, Checkpoint, Checkpoints, SaveFailed
@@ -154,6 +154,7 @@ class Job:
             dtype=config.model.dtype,
             temperature=config.rollout.temperature,
             rows=material.proof_rows(config, self._material),
+            swap_waits=config.rollout.on_swap is OnSwap.finish,
         )
         if config.cluster.placement is Placement.colocated:
             cancel, deadlines = self._fleet.cancel_all, config.deadlines

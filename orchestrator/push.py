@@ -87,8 +87,10 @@ class RayPusher:
         dtype: Dtype,
         temperature: float,
         rows: Sequence[np.ndarray[Any, Any]],
+        swap_waits: bool = False,
     ) -> None:
-        """``rows``: the fixed token ids of the proof, each an int32 array of at least two tokens."""
+        """``rows``: the fixed token ids of the proof, each an int32 array of at least two tokens. ``swap_waits``: engines swap only when
+        their running completions have ended (``rollout.on_swap=finish``), so a swap may take ``generate_s`` more."""
         self._learner = learner
         self._crew = crew
         self._waits = waits
@@ -97,6 +99,7 @@ class RayPusher:
         self._dtype = dtype
         self._temperature = temperature
         self._rows = list(rows)
+        self._swap_wait_s = deadlines.generate_s if swap_waits else 0.0
         self._lock = asyncio.Lock()
         self._still = asyncio.Event()  # the learner's weights are the engines' version
         self._version = UNPROVEN
@@ -147,7 +150,8 @@ class RayPusher:
 
     async def _in_time(self, version: int, work: Awaitable[Any]) -> Any:
         try:
-            return await self._waits.wait(work, owner="push", name=f"version {version}", deadline_s=self._deadlines.push_s)
+            deadline_s = self._deadlines.push_s + self._swap_wait_s
+            return await self._waits.wait(work, owner="push", name=f"version {version}", deadline_s=deadline_s)
         except RayError as error:
             raise RunStopped(f"the push of version {version} failed: {words(error)}") from error
 
@@ -215,7 +219,7 @@ class RayPusher:
 
     async def _swap(self, version: int, workers: Sequence[Worker], delivery: _Delivery) -> dict[Worker, _Failure]:
         asks = {worker: worker.actor.swap.remote(version, delivery.manifest) for worker in workers}
-        answers = await self._answers(asks, f"swap to version {version}", self._deadlines.receive_s)
+        answers = await self._answers(asks, f"swap to version {version}", self._deadlines.receive_s + self._swap_wait_s)
         delivery.reports |= {w.name: answer for w, answer in answers.items() if not isinstance(answer, _Failure)}
         return {worker: answer for worker, answer in answers.items() if isinstance(answer, _Failure)}
 
