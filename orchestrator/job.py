@@ -33,6 +33,7 @@ from orchestrator.ledger import Ledger, Length
 from orchestrator.loop import Loop, LoopSettings
 from orchestrator.material import Material
 from orchestrator.metrics import step_metrics
+from orchestrator.proof import FixedTokens
 from orchestrator.push import RayPusher
 from orchestrator.ranks import RayLearner
 from orchestrator.recorder import Recorder
@@ -152,8 +153,7 @@ class Job:
             config.deadlines,
             self.event,
             dtype=config.model.dtype,
-            temperature=config.rollout.temperature,
-            rows=material.proof_rows(config, self._material),
+            tokens=FixedTokens(material.proof_rows(config, self._material), config.rollout.temperature),
             swap_waits=config.rollout.on_swap is OnSwap.finish,
         )
         if config.cluster.placement is Placement.colocated:

@@ -23,7 +23,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
 from ray.exceptions import RayError
 
 from configs.schema import DeadlinesConfig, Dtype
@@ -35,6 +34,7 @@ from orchestrator.proof import (
     SCALE,
     Agreement,
     Baseline,
+    FixedTokens,
     LoadingProof,
     Scores,
     manifest_problem,
@@ -85,20 +85,18 @@ class RayPusher:
         event: Callable[..., None],
         *,
         dtype: Dtype,
-        temperature: float,
-        rows: Sequence[np.ndarray[Any, Any]],
+        tokens: FixedTokens,
         swap_waits: bool = False,
     ) -> None:
-        """``rows``: the fixed token ids of the proof, each an int32 array of at least two tokens. ``swap_waits``: engines swap only when
-        their running completions have ended (``rollout.on_swap=finish``), so a swap may take ``generate_s`` more."""
+        """``tokens`` are those of the proof. ``swap_waits``: engines swap only when their running completions have ended
+        (``rollout.on_swap=finish``), so a swap may take ``generate_s`` more."""
         self._learner = learner
         self._crew = crew
         self._waits = waits
         self._deadlines = deadlines
         self._event = event
         self._dtype = dtype
-        self._temperature = temperature
-        self._rows = list(rows)
+        self._tokens = tokens
         self._swap_wait_s = deadlines.generate_s if swap_waits else 0.0
         self._lock = asyncio.Lock()
         self._still = asyncio.Event()  # the learner's weights are the engines' version
@@ -266,7 +264,7 @@ class RayPusher:
         while self._crew.new:
             workers = tuple(self._crew.new)
             delivery, first = await self._push_and_score(version, workers)
-            learner = await self._learner.score_tokens(self._rows, self._temperature)
+            learner = await self._learner.score_tokens(self._tokens.rows, self._tokens.temperature)
             _, scaled = await self._push_and_score(UNPROVEN, tuple(first), scale=SCALE)
             delivery, back = await self._push_and_score(version, tuple(scaled))
             if self._manifest is None:
@@ -289,7 +287,7 @@ class RayPusher:
 
     async def _score(self, workers: Sequence[Worker]) -> dict[Worker, Scores]:
         """Log-probabilities of the fixed tokens; workers that do not give them are lost."""
-        asks = {worker: worker.actor.score_tokens.remote(self._rows, self._temperature) for worker in workers}
+        asks = {worker: worker.actor.score_tokens.remote(self._tokens.rows, self._tokens.temperature) for worker in workers}
         scores: dict[Worker, Scores] = {}
         for worker, answer in (await self._answers(asks, "scores of the fixed tokens", self._deadlines.push_s)).items():
             if isinstance(answer, _Failure):
@@ -303,7 +301,7 @@ class RayPusher:
         if not self._baseline.is_beyond(mismatch):
             return
         self._event("mismatch", version=version, value=mismatch, baseline=self._baseline.value, allowed=self._baseline.allowed)
-        learner = await self._learner.score_tokens(self._rows, self._temperature)
+        learner = await self._learner.score_tokens(self._tokens.rows, self._tokens.temperature)
         for worker, scores in (await self._score(self._crew.proven)).items():
             agreement = Agreement.of(scores, learner)
             problem = agreement.problem(self._dtype)

@@ -14,6 +14,7 @@ from orchestrator import workers
 from orchestrator.errors import RunStopped
 from orchestrator.fleet import RayFleet, Worker
 from orchestrator.handles import StepReport
+from orchestrator.proof import FixedTokens
 from orchestrator.push import RayPusher
 from orchestrator.waits import DeadlinePassed, Waits
 from orchestrator.workers import Crew
@@ -155,8 +156,7 @@ class World:
             deadlines,
             self.event,
             dtype=dtype,
-            temperature=1.0,
-            rows=ROWS,
+            tokens=FixedTokens(ROWS, 1.0),
             swap_waits=swap_waits,
         )
         self.num_workers = num_workers
