@@ -259,7 +259,7 @@ CONFIG = [
     "log.tensorboard=false",
     "log.console=off",
     "cluster.address=local",
-    "cluster.num_cpus=8",
+    "cluster.num_cpus=20",  # a job's places go when the test leaves Ray
 ]
 REWARD = """
 import zlib
@@ -269,10 +269,8 @@ def score(completion, answer):
 """
 
 
-async def train(config, folder):
+async def train(config, folder, stuff):
     folder.mkdir()
-    stuff = gather_material(config, lambda line: None)
-    instance = cluster.start_cluster(config.cluster, cluster.Demand.of(config, gpu=False))
     job = Job(config, folder, stuff, None)
     try:
         await job.start()
@@ -280,7 +278,6 @@ async def train(config, folder):
     finally:
         await job.close()
         job.view.close()
-        instance.close()
 
 
 def rows(path):
@@ -301,10 +298,18 @@ async def test_a_run_in_turns_is_the_split_run_bit_for_bit_and_its_events_show_t
             raise fails.pop()
         return await write(self, *arguments)
 
-    for placement in ("split", "colocated"):
-        if placement == "colocated":
-            monkeypatch.setattr(Job, "_write", full_once)
-        await train(load_config([*overrides, f"cluster.placement={placement}"]), tmp_path / placement)
+    config = load_config(overrides)
+    stuff = gather_material(config, lambda line: None)
+    instance = cluster.start_cluster(config.cluster, cluster.Demand(num_cpus=20, num_gpus=0))
+    options = cluster.actor_options
+    try:
+        for placement in ("split", "colocated"):
+            monkeypatch.setattr(cluster, "actor_options", lambda name, p=placement, **asks: options(f"{p}-{name}", **asks))
+            if placement == "colocated":
+                monkeypatch.setattr(Job, "_write", full_once)
+            await train(load_config([*overrides, f"cluster.placement={placement}"]), tmp_path / placement, stuff)
+    finally:
+        instance.close()
     clock = lambda name: name.startswith("time/") or name.endswith(("_s", "_per_s", "_bytes"))  # noqa: E731
     split, turns = (rows(tmp_path / placement / "metrics.jsonl") for placement in ("split", "colocated"))
     assert [{k: v for k, v in row.items() if not clock(k)} for row in turns] == [
