@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ray.exceptions import RayActorError
 
 from orchestrator.checkpoint import Files
 from orchestrator.handles import StepReport
@@ -26,6 +27,17 @@ class RayLearner:
 
     async def _all(self, call: Callable[[Any], Any]) -> list[Any]:
         return await asyncio.gather(*(call(rank) for rank in self.ranks))
+
+    async def _to_the_end(self, call: Callable[[Any], Any]) -> list[Any]:
+        """Like ``_all``, but an error comes only after the other ranks have ended too; that of a rank which is dead comes at once."""
+        answers = [asyncio.ensure_future(_await(call(rank))) for rank in self.ranks]
+        try:
+            return await asyncio.gather(*answers)
+        except RayActorError:
+            raise
+        except Exception:
+            await asyncio.gather(*answers, return_exceptions=True)
+            raise
 
     async def prepare(self, batch: Batch) -> dict[str, float]:
         parcels = list({id(kept.scored.address.parcel): kept.scored.address.parcel for kept in batch.groups}.values())
@@ -52,24 +64,35 @@ class RayLearner:
         """References to the parcels of the weights times ``scale`` for the workers of these names, each as soon as it is gathered.
 
         Whoever stops early must close it (``contextlib.aclosing``): the generation is aborted, the ranks gather to the end, and what
-        they still yield is thrown away, so that none of them is left waiting for a receiver or inside a collective.
+        they still yield is thrown away, so that none of them is left waiting for a receiver or inside a collective. A rank that fails
+        ends it with its own error at once: the others may wait for it for ever.
         """
         first, *others = self.ranks
-        taking_part = [rank.gather.remote(generation, scale) for rank in others]
+        taking_part = asyncio.gather(*(rank.gather.remote(generation, scale) for rank in others))
         stream = first.buckets.options(_generator_backpressure_num_objects=BUCKETS_AHEAD).remote(
             generation, scale, tuple(receivers)
         )
-        aborting = True
         try:
-            async for reference in stream:
+            while True:
+                step = asyncio.ensure_future(anext(stream, None))
+                waiting: set[asyncio.Future[Any]] = {step, taking_part}
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if taking_part.done() and taking_part.exception() and not step.done():
+                    step.cancel()
+                    taking_part.result()
+                reference = await step
+                if reference is None:
+                    break
                 yield reference
-            aborting = False
-        finally:
-            if aborting:  # after the stream where one thread serves the rank, else at once: see Launcher.ranks
-                taking_part.append(first.abort_push.remote())
+            await taking_part
+        except GeneratorExit:
+            aborted = (
+                first.abort_push.remote()
+            )  # after the stream where one thread serves the rank, else at once: see Launcher.ranks
             async for _ in stream:
                 pass
-            await asyncio.gather(*taking_part)
+            await asyncio.gather(taking_part, aborted)
+            raise
 
     async def manifest(self) -> Manifest:
         """Of the last ``buckets``, read to the end."""
@@ -82,9 +105,10 @@ class RayLearner:
 
     async def save(self, folder: Path) -> Files:
         """Training state below ``folder/learner`` and the model below ``folder/model``. Returns what was written, by its name within
-        ``folder``: every rank has forced its files to the disk and digested them."""
-        state = await self._all(lambda rank: rank.save.remote(str(folder / "learner")))
-        model = await self._all(lambda rank: rank.export.remote(str(folder / "model")))
+        ``folder``: every rank has forced its files to the disk and digested them. Where one fails, its error comes after the others
+        have ended: then nobody writes into the folder any more."""
+        state = await self._to_the_end(lambda rank: rank.save.remote(str(folder / "learner")))
+        model = await self._to_the_end(lambda rank: rank.export.remote(str(folder / "model")))
         return {
             f"{part}/{name}": e
             for part, all_files in (("learner", state), ("model", model))
@@ -98,3 +122,7 @@ class RayLearner:
     async def see_folder(self, folder: Path, token: str, wait_s: float) -> list[FolderView]:
         """What each rank sees of it: see ``orchestrator.shared_folder``."""
         return await self._all(lambda rank: rank.see_folder.remote(str(folder), token, wait_s))
+
+
+async def _await(reference: Any) -> Any:
+    return await reference

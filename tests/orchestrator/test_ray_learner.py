@@ -55,3 +55,36 @@ async def test_a_generation_read_to_its_end_is_not_aborted():
     first = Rank()
     assert [parcel async for parcel in RayLearner([first]).buckets(1)] == [0, 1, 2, 3, 4]
     assert not first.aborted.is_set()
+
+
+async def test_a_rank_that_fails_ends_a_generation_although_rank_0_waits_for_it():
+    class Failing(Rank):
+        async def _fail(self):
+            raise RuntimeError("out of memory on rank 1")
+
+        def _gather(self, generation, scale):
+            return asyncio.ensure_future(self._fail())
+
+    async def read_all():
+        return [parcel async for parcel in RayLearner([Rank(), Failing()]).buckets(1, 1.0, ["silent"])]
+
+    with pytest.raises(RuntimeError, match="out of memory on rank 1"):
+        await asyncio.wait_for(read_all(), 5)
+
+
+async def test_a_failed_save_is_told_when_nobody_writes_any_more(tmp_path):
+    class Saving:
+        def __init__(self, seconds, error=None):
+            self.ended = False
+            self.save = Remote(lambda folder: asyncio.ensure_future(self._save(seconds, error)))
+
+        async def _save(self, seconds, error):
+            await asyncio.sleep(seconds)
+            self.ended = True
+            if error:
+                raise error
+
+    slow = Saving(0.2)
+    with pytest.raises(OSError, match="disk full"):
+        await RayLearner([Saving(0.0, OSError("disk full")), slow]).save(tmp_path)
+    assert slow.ended
