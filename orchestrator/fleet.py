@@ -62,9 +62,9 @@ class RayFleet:
         self._outstanding[worker.name] = set()
         if worker.name not in self._streams:
             self._streams[worker.name] = asyncio.create_task(self._follow(worker))
-        waiting, self._waiting = self._waiting, []
-        if waiting:
-            await self.submit(waiting)
+        async with self._order:  # before: what is cancelled meanwhile still waits where the cancel looks for it
+            waiting, self._waiting = self._waiting, []
+            await self._submit(waiting)
 
     def remove(self, worker: Worker) -> None:
         """No more visits for a worker that is being killed: what it gave out before is still taken, then its stream ends."""
@@ -156,24 +156,30 @@ class RayFleet:
     # ---- the streams ------------------------------------------------------------------------------------------------
 
     async def _follow(self, worker: Worker) -> None:
-        error: Exception = EngineError(f"the stream of groups of {worker.name} ended while the run goes on")
+        try:
+            await self._let_go(worker, await self._end_of_stream(worker))
+        except Exception as fault:  # ours: it must not pass for a lost worker, and nobody awaits this task
+            self.fail(fault)
+
+    async def _end_of_stream(self, worker: Worker) -> Exception:
+        """Why it ended."""
         try:
             await self._take_groups(worker)
         except RayError as reason:
-            error = reason
-        except Exception as fault:  # ours: it must not pass for a lost worker
-            self.fail(fault)
-            return
+            return reason
+        return EngineError(f"the stream of groups of {worker.name} ended while the run goes on")
+
+    async def _let_go(self, worker: Worker, error: Exception) -> None:
         self.remove(worker)
         if self.on_lost is None:
             self.fail(error)
             return
         self.on_lost(worker, words(error))
         visits, self._outstanding[worker.name] = self._outstanding[worker.name], set()
-        await self.submit(sorted(visit for visit in visits if visit.purpose is Purpose.EVAL))
         training = tuple(sorted(visit for visit in visits if visit.purpose is Purpose.TRAIN))
         if training:
             self._lost.put_nowait(Lost(worker.name, training, "lost_worker"))
+        await self.submit(sorted(visit for visit in visits if visit.purpose is Purpose.EVAL))
 
     async def _take_groups(self, worker: Worker) -> None:
         stream = worker.actor.groups.remote().__aiter__()

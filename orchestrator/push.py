@@ -6,7 +6,7 @@ is aborted for all, and a new one sends the same version to those that have not 
 | a worker is | when                                  | then                                                        |
 |-------------|---------------------------------------|-------------------------------------------------------------|
 | refused     | it, or its proof, rejects the push    | the same version once more, then a new engine, then the end |
-| silent      | a bucket or a swap passes its deadline| killed and replaced                                         |
+| silent      | a bucket, swap or score is late       | killed and replaced                                         |
 | dead        | Ray says so, or its engine stopped    | replaced                                                    |
 
 A new engine starts from random weights, so a tensor that no push reaches is off by nats. It gets visits only after three pushes
@@ -267,9 +267,10 @@ class RayPusher:
             learner = await self._learner.score_tokens(self._tokens.rows, self._tokens.temperature)
             _, scaled = await self._push_and_score(UNPROVEN, tuple(first), scale=SCALE)
             delivery, back = await self._push_and_score(version, tuple(scaled))
-            if self._manifest is None:
-                self._manifest = delivery.manifest
+            self._manifest = delivery.manifest or self._manifest  # a push that nobody survived left that of another version
             for worker, scores in back.items():
+                if not self._crew.has(worker):
+                    continue  # its stream ended since it answered
                 proof = LoadingProof.of(learner, first[worker], scaled[worker], scores)
                 problem = proof.problem(self._dtype)
                 if problem:
@@ -289,7 +290,7 @@ class RayPusher:
         """Log-probabilities of the fixed tokens; workers that do not give them are lost."""
         asks = {worker: worker.actor.score_tokens.remote(self._tokens.rows, self._tokens.temperature) for worker in workers}
         scores: dict[Worker, Scores] = {}
-        for worker, answer in (await self._answers(asks, "scores of the fixed tokens", self._deadlines.push_s)).items():
+        for worker, answer in (await self._answers(asks, "scores of the fixed tokens", self._deadlines.receive_s)).items():
             if isinstance(answer, _Failure):
                 self._crew.lose(worker, answer.kind, answer.text)
             else:
@@ -306,7 +307,7 @@ class RayPusher:
             agreement = Agreement.of(scores, learner)
             problem = agreement.problem(self._dtype)
             self._event("proven_again", worker=worker.name, version=version, problem=problem, **asdict(agreement))
-            if problem:
+            if problem and self._crew.has(worker):
                 await self._crew.doubt(worker)
                 self._step_down(worker, version, problem)
         await self._in_time(version, self._admit(version))

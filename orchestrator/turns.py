@@ -74,7 +74,7 @@ def widened(deadlines: DeadlinesConfig) -> DeadlinesConfig:
     settled = 2 * deadlines.start_s + deadlines.close_s
     return dataclasses.replace(
         deadlines,
-        prepare_s=deadlines.prepare_s + settled + 2 * deadlines.turn_s,
+        prepare_s=deadlines.prepare_s + settled + 3 * deadlines.turn_s,
         push_s=deadlines.push_s + 3 * deadlines.turn_s,
     )
 

@@ -18,7 +18,7 @@ from orchestrator import cluster, launch, material
 from orchestrator.actors import RolloutActor
 from orchestrator.job import Job
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(480)]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 RECEIVE_S, PUSH_S = 6.0, 30.0

@@ -436,6 +436,107 @@ async def test_with_no_engine_left_the_push_waits_for_the_next_one(world):
     assert metrics["push/num_replaced"] == 1
 
 
+async def test_the_digest_is_that_of_the_weights_which_a_push_without_survivors_left_to_the_next_engine(world):
+    w = world(1, faults={"rollout-0": fails_in_bucket_3("die")})
+    await w.start()
+    before = w.pusher.digest
+    await w.step(1)
+    assert w.in_use() == ["rollout-0.1"]
+    assert w.pusher.digest != before
+    assert w.pusher.digest == f"{(await w.learner.manifest()).digest:016x}"
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+async def test_an_engine_that_falls_silent_in_its_proof_is_replaced(world, number):
+    """At its first, second or third scoring. The run goes on: the push must not pass its own deadline first."""
+    w = world(faults={"rollout-1": at("score_tokens", number, "hang")}, push_s=1.0)
+    await w.crew.start([w.make(slot, 0) for slot in range(2)])
+    await w.pusher.push(0)
+    (lost,) = w.named("worker_lost")
+    assert (lost["worker"], lost["kind"]) == ("rollout-1", "silent")
+    await w.until(lambda: w.in_use() == ["rollout-0", "rollout-1.1"])
+
+
+async def test_engines_in_doubt_that_die_while_they_are_proven_again_are_lost_and_no_fault_of_ours(world):
+    """Two are stuck; while the visits of the first are withdrawn, the stream of the second ends."""
+    w = world(3)
+    await w.start()
+    bad = [w.engines["rollout-0"], w.engines["rollout-1"]]
+    swaps = len([entry for entry in bad[0].log if entry[0] == "swap"])
+    for engine in bad:
+        engine.stuck = lambda engine=engine: len([entry for entry in engine.log if entry[0] == "swap"]) == swaps + 1
+
+    def dies(call, argument, number):
+        if call == "cancel":  # rollout-0 is being withdrawn: rollout-1 dies meanwhile
+            bad[1].killed.set()
+            return "wait"
+        return None
+
+    bad[0].faults = dies
+    await w.step(1, StepReport({"mismatch/same_version": 0.5}, 1, moved=True))
+    assert [lost["worker"] for lost in w.named("worker_lost")] == ["rollout-1"]
+    await w.until(lambda: sorted(w.in_use()) == ["rollout-0", "rollout-1.1", "rollout-2"])
+    assert {w.engines[name].version for name in w.in_use()} == {1}
+
+
+async def test_an_engine_that_dies_between_its_last_score_and_its_proof_is_lost(world):
+    """Two are in doubt; while the first is taken back into use, the stream of the second ends."""
+    w = world(2)
+    await w.start()
+    for engine in w.engines.values():
+        swaps = len([entry for entry in engine.log if entry[0] == "swap"])
+        engine.stuck = lambda engine=engine, swaps=swaps: len([e for e in engine.log if e[0] == "swap"]) == swaps + 1
+    visit = Visit("p0", 0, Purpose.TRAIN)
+
+    def dies(call, argument, number):
+        if call == "submit":
+            w.engines["rollout-1"].killed.set()
+            return "wait"
+        return None
+
+    w.engines["rollout-0"].faults = dies
+    doubt = w.crew.doubt
+
+    async def doubted(worker):
+        await doubt(worker)
+        if not w.fleet.workers:
+            await w.fleet.submit([visit])  # waits for the first that is taken back
+
+    w.crew.doubt = doubted
+    await w.step(1, StepReport({"mismatch/same_version": 0.5}, 1, moved=True))
+    assert [lost["worker"] for lost in w.named("worker_lost")] == ["rollout-1"]
+    await w.until(lambda: w.in_use() == ["rollout-0", "rollout-1.1"])
+
+
+async def test_a_fault_of_ours_behind_the_end_of_a_stream_ends_the_run(world):
+    """Nobody awaits the task that follows a stream: what it raises would leave an evaluation waiting."""
+
+    def refuses(call, argument, number):
+        if (call, number) == ("submit", 2):
+            raise ValueError("visits submitted while the same are open")
+
+    w = world(faults={"rollout-0": refuses, "rollout-1": at("submit", 1, "die")})
+    await w.start()
+    with pytest.raises(ValueError, match="submitted while the same are open"):
+        async with asyncio.timeout(2):
+            await w.fleet.evaluate([Visit(f"p{i}", 0, Purpose.EVAL) for i in range(2)])
+
+
+async def test_what_is_cancelled_while_a_worker_comes_into_use_is_not_asked(world):
+    w = world(1)
+    await w.start()
+    (worker,) = w.crew.proven
+    w.fleet.remove(worker)
+    visit = Visit("p0", 0, Purpose.TRAIN)
+    await w.fleet.submit([visit])  # waits
+    async with w.fleet._order:  # somebody else's call is under way
+        coming = asyncio.create_task(w.fleet.add(worker))
+        cancelling = asyncio.create_task(w.fleet.cancel([visit]))
+        await asyncio.sleep(0.01)
+    await asyncio.gather(coming, cancelling)
+    assert not [entry for entry in w.engines[worker.name].log if entry[0] == "submit" and entry[1]]
+
+
 async def test_no_worker_is_proven_while_the_weights_change(world):
     w = world(faults={"rollout-1": at("submit", 1, "die")})
     await w.start()
