@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+INTEGER_FIELDS = ("response", "group", "role", "pass_number")  # of LossTokens: int64; the others are float32
 MAX_EXPONENT = 20.0  # exponents of ratios are clamped to plus and minus this; the log-ratios themselves never are
 
 
@@ -33,13 +34,19 @@ class LossTokens:
     kl_denominator: Tensor  # the same for the KL term's own mask
     kl_mask: Tensor  # 1 where the KL term counts
     response: Tensor  # int64, which response of the micro-batch the token belongs to
+    # What only some schemes need; None where the learner was not asked for it.
+    max_logp: Tensor | None = None  # of the most probable token, by the learner now
+    role: Tensor | None = None  # int64, 0 reasoning, 1 action
+    teacher_logp: Tensor | None = None  # the sampled token, by a teacher that sees more
+    group: Tensor | None = None  # int64, which group of the rollout batch the response belongs to
+    pass_number: Tensor | None = None  # int64, which pass over the rollout batch this is, from 0
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
             tensor = getattr(self, name)
             if tensor is None:
                 continue
-            dtype = torch.int64 if name == "response" else torch.float32
+            dtype = torch.int64 if name in INTEGER_FIELDS else torch.float32
             if tensor.shape != self.logp.shape or tensor.dim() != 1 or tensor.dtype != dtype or tensor.requires_grad:
                 raise ValueError(
                     f"LossTokens.{name} must be a detached {dtype} tensor of shape [{len(self.logp)}], "

@@ -15,7 +15,7 @@ from configs.errors import ConfigError
 from configs.functions import check_params, resolve_function
 from configs.schema import Config
 from learner.advantages import ADVANTAGES
-from learner.loss_tokens import LossTokens
+from learner.loss_tokens import INTEGER_FIELDS, LossTokens
 from learner.selection import SELECTIONS
 from learner.surrogates import SURROGATES, is_ratio_based
 from learner.weighting import WEIGHTINGS
@@ -64,7 +64,7 @@ def _try_values(surrogate: Callable[..., Any], params: Mapping[str, Any]) -> Non
     """Our surrogates refuse values out of range when called; a call without tokens finds that now."""
     empty, no_response = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
     names = [field.name for field in dataclasses.fields(LossTokens)]
-    tokens = LossTokens(**{name: no_response if name == "response" else empty for name in names})
+    tokens = LossTokens(**{name: no_response if name in INTEGER_FIELDS else empty for name in names})
     try:
         surrogate(tokens, **params)
     except ValueError as error:

@@ -25,7 +25,7 @@ from configs.schema import (
     Optimizer,
     OptimizerConfig,
 )
-from learner.loss_tokens import LossTokens
+from learner.loss_tokens import INTEGER_FIELDS, LossTokens
 from rollout.records import Completion, Finish, Group, Outcome, Purpose, Score, ScoredGroup, Status, Visit
 
 NUMERIC = Path(__file__).parents[1] / "cases" / "numeric.jsonl"
@@ -54,8 +54,7 @@ def make_tokens():
             "response": zeros,
         }
         tensors = neutral | tensors
-        tensors["response"] = tensors["response"].long()
-        return LossTokens(**tensors)
+        return LossTokens(**{name: t.long() if name in INTEGER_FIELDS and t is not None else t for name, t in tensors.items()})
 
     return make
 

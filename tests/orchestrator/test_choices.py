@@ -23,7 +23,7 @@ WRONG = {
     "algorithm.params.dual_c=0.5": "algorithm.params: dual_c must be above 1, got 0.5; 3 is usual",
     "advantage.params.std_mode=x": "advantage.params.std_mode: 'x' is not 'unbiased' or 'population' or 'none'",
     "selection.params.low=0.1": "selection.params.low: zero_variance has no such parameter; it takes none",
-    "weighting.name=magnitude": "weighting.name: there is no 'magnitude'; there are none;",
+    "weighting.name=magnitud": "weighting.name: there is no 'magnitud'; there are cppo, dgpo_question, ha_dw, length, magnitude, none, pods, sign; your own is a dotted path or file.py:function; did you mean 'magnitude'?",
     "correction.name=tis": "correction.name: there is no 'tis' yet; correction=none works",
     "reward.parts.exact_integer.params.lst=true": "reward.parts.exact_integer.params.lst: exact_integer has no such parameter; it takes last; did you mean 'last'?",
     "reward.parts.exact_integer.function=nowhere.py:f": "reward.parts.exact_integer.function: '{folder}/nowhere.py:f': no file '{folder}/nowhere.py'",
