@@ -401,6 +401,7 @@ class Config:
     advantage: Choice = knob(lambda: Choice(name="grpo"), "advantage estimator")
     weighting: Choice = knob(Choice, "sample weights")
     selection: Choice = knob(lambda: Choice(name="zero_variance"), "which groups are kept")
+    token_weighting: Choice = knob(Choice, "token weights")
     correction: Choice = knob(Choice, "engine and learner mismatch")
     reward: RewardConfig = knob(RewardConfig, "verifiers")
     evaluation: EvaluationConfig = knob(EvaluationConfig, "held-out prompts")
