@@ -101,8 +101,26 @@ class Reference(Enum):
 
 class KlKind(Enum):
     off = "off"
+    k1 = "k1"
     k2 = "k2"
     k3 = "k3"
+    k3_plus = "k3_plus"
+
+
+class KlPlace(Enum):
+    loss = "loss"
+    reward = "reward"
+
+
+class KlRatio(Enum):
+    none = "none"
+    through = "through"
+    detached = "detached"
+
+
+class KlFilter(Enum):
+    all = "all"
+    low_entropy = "low_entropy"
 
 
 class Aggregation(Enum):
@@ -264,8 +282,19 @@ class LearnerConfig:
 
 @dataclass
 class KlConfig:
-    kind: KlKind = knob(KlKind.off, "estimator of the KL term in the loss; needs `learner.reference=frozen`")
+    kind: KlKind = knob(KlKind.off, "estimator; needs `learner.reference=frozen`")
     beta: float = knob(0.0, "its coefficient")
+    place: KlPlace = knob(KlPlace.loss, "a term of the loss, or taken from the reward before the advantage")
+    ratio: KlRatio = knob(KlRatio.none, "in the loss: multiplied by pi / pi_old or not, with the gradient through it or not")
+    token_filter: KlFilter = knob(KlFilter.all, "in the loss: of all tokens, or of the low-entropy ones of each response")
+    entropy_quantile: float = knob(0.8, "share of a response's tokens that count as low-entropy for `token_filter`")
+
+
+@dataclass
+class AdaptiveEntropyConfig:
+    target: float | None = knob(None, "entropy in nats a token that the bonus steers to; without one, it stays `entropy_beta`")
+    gain: float = knob(0.001, "change of the coefficient a step and nat below the target")
+    max_beta: float = knob(0.01, "bound of the coefficient")
 
 
 @dataclass
@@ -275,6 +304,7 @@ class AlgorithmConfig:
     aggregation: Aggregation = knob(Aggregation.seq_mean_token_mean, "how token losses become one number")
     kl: KlConfig = knob(KlConfig, "KL to the reference")
     entropy_beta: float = knob(0.0, "coefficient of the exact entropy bonus")
+    adaptive_entropy: AdaptiveEntropyConfig = knob(AdaptiveEntropyConfig, "moves that coefficient towards a target entropy")
     mask_truncated: bool = knob(False, "leave completions that hit the token limit out of the loss")
 
 
