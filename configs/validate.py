@@ -16,7 +16,8 @@ from configs.errors import ConfigError, did_you_mean
 from configs.paths import BUILT_IN
 from configs.schema import Config, Dtype, KlKind, LastBatch, Reference, SourceKind
 
-GROUP_RELATIVE = {"grpo"}  # advantages that compare the members of a group
+# Advantages that compare the members of a group.
+GROUP_RELATIVE = {"grpo", "dr_grpo", "rloo", "mad", "batch_norm", "gdpo", "reinforce_pp_baseline"}
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 # Bounds of single keys: (smallest, whether it is allowed itself, largest). A key that is None passes.
@@ -144,7 +145,7 @@ def _check_batch(config: Config) -> None:
     if batch.group_size < 2 and config.advantage.name in GROUP_RELATIVE:
         raise ConfigError(
             f"batch.group_size={batch.group_size}: advantage={config.advantage.name} compares the completions of a group; "
-            "batch.group_size=2 or more works"
+            "batch.group_size=2 or more works, or advantage=reinforce"
         )
 
 
