@@ -21,6 +21,8 @@ Scheme = TypeVar("Scheme", bound=Callable[..., Tensor])
 
 
 def _marked(*needs: str, experimental: bool = False, whole_batch: bool = False) -> Callable[[Scheme], Scheme]:
+    """``experimental``: stands in for formulas that we could not see; choosing it is logged."""
+
     def mark(scheme: Scheme) -> Scheme:
         scheme.needs, scheme.experimental, scheme.whole_batch = needs, experimental, whole_batch  # type: ignore[attr-defined]
         return scheme
@@ -31,11 +33,6 @@ def _marked(*needs: str, experimental: bool = False, whole_batch: bool = False) 
 def needed_fields(scheme: Callable[..., Tensor]) -> tuple[str, ...]:
     """The optional fields of LossTokens that it reads. A function of the user's says so with ``function.needs = ("role",)``."""
     return tuple(getattr(scheme, "needs", ()))
-
-
-def is_experimental(scheme: Callable[..., Tensor]) -> bool:
-    """Whether its formula stands in for one of a paper that we could not see."""
-    return bool(getattr(scheme, "experimental", False))
 
 
 def is_whole_batch(scheme: Callable[..., Tensor]) -> bool:

@@ -5,7 +5,7 @@ It runs before Ray starts, so a misspelt parameter or an error in a user's file 
 
 from __future__ import annotations
 
-import dataclasses
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,11 +14,12 @@ import torch
 from configs.errors import ConfigError
 from configs.functions import check_params, resolve_function
 from configs.schema import Config
-from learner.advantages import ADVANTAGES
-from learner.loss_tokens import INTEGER_FIELDS, LossTokens
+from learner.advantages import ADVANTAGES, Samples, estimate, is_group_relative
+from learner.loss_tokens import no_tokens
 from learner.selection import SELECTIONS
 from learner.surrogates import SURROGATES, is_ratio_based
-from learner.weighting import WEIGHTINGS
+from learner.token_weights import TOKEN_WEIGHTINGS
+from learner.weighting import WEIGHTINGS, weigh_samples
 from rewards.contract import GIVEN, bind_verifier
 from rewards.verifiers import VERIFIERS
 
@@ -26,8 +27,9 @@ from rewards.verifiers import VERIFIERS
 def check_functions(config: Config) -> None:
     """Resolve every chosen function and check its parameters. Raises ConfigError naming the key and what would work."""
     surrogate = _chosen("algorithm", config.algorithm.name, config.algorithm.params, SURROGATES)
-    _chosen("advantage", config.advantage.name, config.advantage.params, ADVANTAGES)
-    _chosen("weighting", config.weighting.name, config.weighting.params, WEIGHTINGS)
+    advantage = _chosen("advantage", config.advantage.name, config.advantage.params, ADVANTAGES)
+    weighting = _chosen("weighting", config.weighting.name, config.weighting.params, WEIGHTINGS)
+    token_weighting = _chosen("token_weighting", config.token_weighting.name, config.token_weighting.params, TOKEN_WEIGHTINGS)
     _chosen("selection", config.selection.name, config.selection.params, SELECTIONS)
     if config.correction.name != "none" or config.correction.params:
         raise ConfigError(f"correction.name: there is no {config.correction.name!r} yet; correction=none works")
@@ -37,13 +39,24 @@ def check_functions(config: Config) -> None:
         check_params(function, part.params, f"{key}.params", GIVEN)
         bind_verifier(part.function, function, part.params, key)
     _check_inert(config, surrogate)
+    _check_group_size(config, advantage)
     if config.algorithm.name in SURROGATES:
-        _try_values(surrogate, config.algorithm.params)
+        _try_values("algorithm", lambda: surrogate(no_tokens(), **config.algorithm.params))
+    if config.advantage.name in ADVANTAGES:
+        _try_values("advantage", lambda: estimate(advantage, _no_samples(), config.advantage.params))
+    if config.weighting.name in WEIGHTINGS:
+        _try_values("weighting", lambda: weigh_samples(weighting, _no_samples(), torch.zeros(0), config.weighting.params))
+    if config.token_weighting.name in TOKEN_WEIGHTINGS:
+        _try_values("token_weighting", lambda: token_weighting(no_tokens(), **config.token_weighting.params))
 
 
 def _chosen(group: str, name: str, params: Mapping[str, Any], table: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
     function = resolve_function(name, table, f"{group}.name")
     check_params(function, params, f"{group}.params")
+    if getattr(function, "experimental", False):
+        logging.getLogger(__name__).warning(
+            "%s=%s is experimental: it stands in for formulas that are not public, and no result was ever compared", group, name
+        )
     return function
 
 
@@ -60,12 +73,31 @@ def _check_inert(config: Config, surrogate: Callable[..., Any]) -> None:
     )
 
 
-def _try_values(surrogate: Callable[..., Any], params: Mapping[str, Any]) -> None:
-    """Our surrogates refuse values out of range when called; a call without tokens finds that now."""
-    empty, no_response = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
-    names = [field.name for field in dataclasses.fields(LossTokens)]
-    tokens = LossTokens(**{name: no_response if name in INTEGER_FIELDS else empty for name in names})
+def _check_group_size(config: Config, advantage: Callable[..., Any]) -> None:
+    """Ours are in configs/validate.py by name; a user's function says it of itself."""
+    if config.batch.group_size < 2 and is_group_relative(advantage):
+        raise ConfigError(
+            f"batch.group_size={config.batch.group_size}: advantage.name={config.advantage.name} compares the completions of a "
+            "group; batch.group_size=2 or more works, or advantage=reinforce"
+        )
+
+
+def _try_values(group: str, call: Callable[[], Any]) -> None:
+    """Our functions refuse values out of range when called; a call without samples or tokens finds that now."""
     try:
-        surrogate(tokens, **params)
+        call()
     except ValueError as error:
-        raise ConfigError(f"algorithm.params: {error}") from error
+        raise ConfigError(f"{group}.params: {error}") from error
+
+
+def _no_samples() -> Samples:
+    numbers, integers = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+    return Samples(
+        values=numbers,
+        group=integers,
+        valid=torch.zeros(0, dtype=torch.bool),
+        accuracy=numbers,
+        num_tokens=integers,
+        parts={"part": numbers},
+        part_weights={"part": 1.0},
+    )

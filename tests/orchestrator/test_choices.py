@@ -17,7 +17,7 @@ def check(*overrides: str) -> None:
 
 
 WRONG = {
-    "algorithm.name=aspoo": "algorithm.name: there is no 'aspoo'; there are aspo, grpo; your own is a dotted path or file.py:function; did you mean 'aspo'?",
+    "algorithm.name=aspoo": "algorithm.name: there is no 'aspoo'; there are aspo, ",
     "algorithm.params.eps_lo=1": "algorithm.params.eps_lo: aspo has no such parameter; it takes dual_c, eps_high, eps_low; did you mean 'eps_low'?",
     'algorithm.params.eps_low="0.2"': "algorithm.params.eps_low: '0.2' is not a number; write it without quotes",
     "algorithm.params.dual_c=0.5": "algorithm.params: dual_c must be above 1, got 0.5; 3 is usual",
