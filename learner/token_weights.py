@@ -11,10 +11,10 @@ import math
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from learner.entropy import is_low_entropy
 from learner.loss_tokens import LossTokens
 
 Scheme = TypeVar("Scheme", bound=Callable[..., Tensor])
@@ -48,37 +48,15 @@ def none(tokens: LossTokens) -> Tensor:
 def entropy_split(
     tokens: LossTokens, *, quantile: float = 0.8, low: float = 0.0, high: float = 1.0, normalise: bool = False
 ) -> Tensor:
-    """``high`` where H lies above the ``quantile`` of its response, ``low`` elsewhere. 0.8, 0, 1 trains on the forking fifth alone
-    (2506.01939); the split by response is that of Archer (2507.15778).
+    """``low`` on the low-entropy tokens of each response (``learner.entropy.is_low_entropy``), ``high`` on the others: 0.8, 0 and 1
+    train on the forking fifth alone (2506.01939).
 
-    The quantile is interpolated and by rank; the token of a one-token response is low. ``normalise``: mean 1 over the response.
+    ``normalise``: mean 1 over the response.
     """
-    if not 0 <= quantile <= 1:
-        raise ValueError(f"quantile must lie in [0, 1], got {quantile}; 0.8 is usual")
     if not (low >= 0 and high >= 0):
         raise ValueError(f"low and high must be 0 or more, got {low} and {high}; 0 and 1 are usual")
-    split = tokens.entropy > response_quantile(tokens.entropy, tokens.response, quantile)[tokens.response]
-    weight = torch.where(split, high, low).float()
+    weight = torch.where(is_low_entropy(tokens.entropy, tokens.response, quantile), low, high).float()
     return _mean_one(weight, tokens.response) if normalise else weight
-
-
-def response_quantile(values: Tensor, response: Tensor, quantile: float) -> Tensor:
-    """The interpolated quantile of ``values`` (float32 [T], those below 0 counted as 0) in every response, float64 [responses].
-
-    One sort: the bits of a float that is not negative, read as an integer, have the float's order, and the response stands above
-    them. NaN is the largest.
-    """
-    bits = values.float().clamp(min=0).view(torch.int32).long() & 0x7FFFFFFF
-    key = (response << 32) | bits
-    in_order = key.sort().values if key.is_cuda else torch.from_numpy(np.sort(key.numpy()))  # numpy's is three times as fast
-    ranked = (in_order & 0x7FFFFFFF).int().view(torch.float32)
-    count = _count(response)
-    start, place = count.cumsum(0) - count, quantile * (count - 1).clamp(min=0).double()
-    lower = place.long()
-    upper = (lower + 1).minimum((count - 1).clamp(min=0))
-    last = len(values) - 1
-    below, above = (ranked[(start + at).clamp(max=last)].double() for at in (lower, upper))
-    return below.lerp(above, place - lower)
 
 
 def ar(tokens: LossTokens, *, alpha: float = 0.3) -> Tensor:
