@@ -99,10 +99,13 @@ class Groups:
         """[number of groups]"""
         return self.sum(x) / self.count
 
+    def largest(self, x: Tensor) -> Tensor:
+        """[number of groups]"""
+        return x.new_full((len(self.count),), -torch.inf).scatter_reduce(0, self.place, x, "amax")
+
     def centre(self, x: Tensor) -> Tensor:
         """x - mean of its group, [n]. Measured from the group's lowest value, so that a constant group is exactly 0."""
-        lowest = x.new_full((len(self.count),), torch.inf).scatter_reduce(0, self.place, x, "amin")
-        above = x - lowest[self.place]
+        above = x + self.largest(-x)[self.place]
         return above - self.mean(above)[self.place]
 
     def std(self, centred: Tensor, std_mode: Literal["unbiased", "population"]) -> Tensor:

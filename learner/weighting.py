@@ -169,7 +169,10 @@ def cppo(samples: Samples, advantage: Tensor, *, pruning_rate: float = 0.5) -> W
         raise ValueError(f"pruning_rate must lie in [0, 1), got {pruning_rate}; 0.5 is usual")
     groups = Groups(samples.group[samples.valid])
     keep = torch.floor(groups.count * (1 - pruning_rate) + 1e-9).clamp(min=1)  # 10 x (1 - 0.9) is a little below 1
-    rank, _ = _rank(groups, -advantage[samples.valid].abs())
+    size = advantage[samples.valid].double().abs()
+    largest = groups.largest(size)
+    # Rounded: +A and -A of a balanced group may differ in the last bit, which would always keep the same sign.
+    rank, _ = _rank(groups, -(size / largest.where(largest > 0, 1.0)[groups.place]).round(decimals=5))
     return Weights(torch.ones_like(advantage), samples.valid.masked_scatter(samples.valid, rank < keep[groups.place]))
 
 
@@ -182,7 +185,7 @@ def pods(samples: Samples, advantage: Tensor, *, num_kept: int = 4) -> Weights:
         raise ValueError(f"num_kept must be at least 1, got {num_kept}; half of batch.group_size is usual")
     groups = Groups(samples.group[samples.valid])
     value = groups.centre(samples.values[samples.valid].double())
-    largest = value.new_zeros(len(groups.count)).scatter_reduce(0, groups.place, value.abs(), "amax")
+    largest = groups.largest(value.abs())
     value = value / largest.where(largest > 0, 1.0)[groups.place]  # one scale for all: they share the running sums
     rank, order = _rank(groups, value)
     size = groups.count
