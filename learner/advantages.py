@@ -114,6 +114,13 @@ class Groups:
         return (self.sum(centred.square()) / divisor).sqrt()
 
 
+def centre_all(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x - mean over all of x, exactly 0 where x is constant, and its unbiased standard deviation, 0 for less than two numbers."""
+    above = x - x.amin() if len(x) else x
+    centred = above - above.mean()
+    return centred, (centred.square().sum() / max(len(x) - 1, 1)).sqrt()
+
+
 def returns(samples: Samples) -> Tensor:
     """The value of every valid sample, less what KL in the reward takes from all its tokens; float64 [number valid]."""
     values = samples.values.double()
@@ -225,9 +232,7 @@ def batch_norm(samples: Samples, *, eps: float = 1e-6) -> Tensor:
     """
     _check_eps(eps)
     values = returns(samples)
-    everything = Groups(torch.zeros(len(values), dtype=torch.int64))
-    std = everything.std(everything.centre(values), "unbiased").sum()
-    return _spread(samples, Groups(samples.group[samples.valid]).centre(values) / (std + eps))
+    return _spread(samples, Groups(samples.group[samples.valid]).centre(values) / (centre_all(values)[1] + eps))
 
 
 @_group_relative
@@ -261,9 +266,7 @@ def gdpo(
 def reinforce(samples: Samples, *, baseline: Literal["none", "batch_mean"] = "batch_mean") -> Tensor:
     """A = R - baseline (Williams 1992). ``baseline``: 0, or the mean over the valid samples of the rollout batch."""
     values = returns(samples)
-    if baseline == "batch_mean":
-        values = Groups(torch.zeros(len(values), dtype=torch.int64)).centre(values)
-    return _spread(samples, values)
+    return _spread(samples, values if baseline == "none" else centre_all(values)[0])
 
 
 @_per_token
@@ -303,11 +306,8 @@ def _whitened_returns(samples: Samples, values: Tensor, counted: Tensor, gamma: 
     if samples.kl is not None:
         token_return = token_return - discounted_sums(samples.kl.double(), to_end, gamma)
     counts = counted[sample]
-    x = token_return[counts]
-    everything = Groups(torch.zeros(len(x), dtype=torch.int64))
-    centred = everything.centre(x)
-    variance = everything.std(centred, "unbiased").square().sum()
-    return torch.zeros(len(sample)).masked_scatter(counts, (centred / (variance + eps).sqrt()).float())
+    centred, std = centre_all(token_return[counts])
+    return torch.zeros(len(sample)).masked_scatter(counts, (centred / (std.square() + eps).sqrt()).float())
 
 
 def discounted_sums(x: Tensor, to_end: Tensor, gamma: float) -> Tensor:
