@@ -23,7 +23,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from configs.build import build, to_plain
+from configs.build import build, schema_keys, to_plain
 from configs.errors import ConfigError, did_you_mean
 from configs.paths import make_absolute
 from configs.schema import Config
@@ -34,6 +34,7 @@ __all__ = ["ConfigError", "dump_config", "load_config", "shipped_files"]
 _OURS = Path(__file__).parent
 _ROOT = "config"
 _SECRET_WORDS = {"key", "apikey", "token", "secret", "password", "passwd", "authorization", "credential", "credentials"}
+_OWN_KEYS = {field.name for _, field in schema_keys(Config)}
 _URL_LOGIN = re.compile(r"(\w+://)[^/\s@]+@")
 REDACTED = "*** redacted ***"
 
@@ -214,9 +215,10 @@ def _redact(value: Any, *, secret: bool = False) -> Any:
 
 
 def _names_secret(name: str) -> bool:
-    """Whether a key's last word names a secret: ``api_key`` and ``Authorization`` do, ``max_new_tokens`` does not."""
+    """Whether a word of the key names a secret: ``api_key`` and ``Authorization`` do, ``max_new_tokens`` and the schema's own keys,
+    such as ``token_weighting``, do not."""
     words = re.split(r"[^a-z]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower())
-    return bool(_SECRET_WORDS & set(words))
+    return bool(_SECRET_WORDS & set(words)) and name not in _OWN_KEYS
 
 
 def _first_line(error: Exception) -> str:
