@@ -168,7 +168,7 @@ def cppo(samples: Samples, advantage: Tensor, *, pruning_rate: float = 0.5) -> W
     if not 0 <= pruning_rate < 1:
         raise ValueError(f"pruning_rate must lie in [0, 1), got {pruning_rate}; 0.5 is usual")
     groups = Groups(samples.group[samples.valid])
-    keep = torch.floor(groups.count * (1 - pruning_rate) + 1e-9).clamp(min=1)  # 10 x (1 - 0.9) is a little below 1
+    keep = torch.floor(groups.count.double() * (1 - pruning_rate) + 1e-9).clamp(min=1)  # 20 x (1 - 0.9) is a little below 2
     size = advantage[samples.valid].double().abs()
     largest = groups.largest(size)
     # Rounded: +A and -A of a balanced group may differ in the last bit, which would always keep the same sign.
