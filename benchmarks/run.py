@@ -1,6 +1,6 @@
-"""`make bench`: the embedded job's step time over its floor, in one run and with the same thread budgets; and the head.
+"""`make bench`: the embedded job's step time over its floor, in one run and with the same thread budgets; the head; a push.
 
-    python benchmarks/run.py [--steps 30] [--busy] [--skip-head]
+    python benchmarks/run.py [--steps 30] [--busy] [--skip-head] [--skip-push]
 
 The floor is the same prompts through the raw engine, the same tokens through a raw forward and backward, and one copy of the
 weights. Machines are noisy, so figures are ratios of medians within one run; the target is 1.25 on two idle cores.
@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--busy", action="store_true", help="one endless Python loop beside job and floor")
     parser.add_argument("--skip-head", action="store_true")
+    parser.add_argument("--skip-push", action="store_true")
     arguments = parser.parse_args()
     print(json.dumps({"bench": "step over floor", "load": os.getloadavg()[0], **compare(arguments.steps)}), flush=True)
     if arguments.busy:
@@ -79,6 +80,8 @@ def main() -> None:
             loop.kill()
     if not arguments.skip_head:
         subprocess.run([sys.executable, str(HERE / "head.py")], check=True)
+    if not arguments.skip_push:
+        subprocess.run([sys.executable, str(HERE / "push.py")], check=True)
 
 
 if __name__ == "__main__":

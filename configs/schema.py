@@ -65,6 +65,12 @@ class EngineForm(Enum):
     async_core = "async_core"
 
 
+class Transport(Enum):
+    local = "local"
+    nccl = "nccl"
+    ipc = "ipc"
+
+
 class OnSwap(Enum):
     recompute = "recompute"
     keep = "keep"
@@ -236,6 +242,10 @@ class RolloutConfig:
     max_lag: int = knob(0, "how many versions ahead of its generation a group may be consumed; 0 is synchronous")
     max_token_lag: int | None = knob(None, "drop a group with a token older than this many versions")
     on_swap: OnSwap = knob(OnSwap.recompute, "what happens to running requests when weights are swapped")
+    transport: Transport = knob(
+        Transport.local,
+        "how pushed weights travel: `local` through Ray's object store; between GPUs `nccl`, or `ipc` on one GPU: both written, never run",
+    )
     oversample: float = knob(
         1.0, "open visits beyond `max_lag`, in batches: above 1 keeps the engines full while a filtered batch fills"
     )
@@ -277,6 +287,7 @@ class LearnerConfig:
     num_threads: int | None = knob(None, "threads of a rank on CPU; without one, set by the plan")
     max_skipped_steps: int = knob(3, "non-finite optimizer steps in a row before the run stops")
     bucket_mib: int = knob(64, "size of one bucket of a weight push, in MiB")
+    export_shard_mib: int = knob(4096, "size of one file of the model in a checkpoint, in MiB")
     optimizer: OptimizerConfig = knob(OptimizerConfig, "optimizer and schedule")
 
 
@@ -355,7 +366,8 @@ class SampleConfig:
 @dataclass
 class CheckpointConfig:
     every: int = knob(50, "steps between checkpoints; 0 saves only at the end")
-    keep_last: int = knob(2, "checkpoints kept")
+    keep_last: int = knob(2, "newest checkpoints kept")
+    keep_best: bool = knob(True, "keep beside them the one with the best held-out pass@1, among those whose step was evaluated")
 
 
 @dataclass

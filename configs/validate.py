@@ -14,7 +14,7 @@ from typing import Any
 from configs.build import schema_keys
 from configs.errors import ConfigError, did_you_mean
 from configs.paths import BUILT_IN
-from configs.schema import Config, Dtype, KlKind, LastBatch, Reference, SourceKind
+from configs.schema import Config, Dtype, KlKind, LastBatch, Placement, Reference, SourceKind, Transport
 
 # Advantages that compare the members of a group.
 GROUP_RELATIVE = {"grpo", "dr_grpo", "rloo", "mad", "batch_norm", "gdpo", "reinforce_pp_baseline"}
@@ -73,6 +73,7 @@ _BOUNDS: dict[str, tuple[float, bool, float | None]] = {
     "learner.num_threads": _FROM_1,
     "learner.max_skipped_steps": _FROM_0,
     "learner.bucket_mib": _FROM_1,
+    "learner.export_shard_mib": _FROM_1,
     "learner.optimizer.learning_rate": _FROM_0,
     "learner.optimizer.beta1": _BETA,
     "learner.optimizer.beta2": _BETA,
@@ -167,6 +168,16 @@ def _check_rollout(config: Config) -> None:
             f"rollout.oversample={rollout.oversample:g}, rollout.max_lag={rollout.max_lag}: above lag 0 every dropped group makes room "
             "at once and the engines stay full, so more open visits only make tokens older than max_lag; rollout.oversample=1 works"
         )
+    if rollout.transport is Transport.ipc and rollout.num_workers > 1:
+        raise ConfigError(
+            f"rollout.transport=ipc, rollout.num_workers={rollout.num_workers}: handles open on the learner's own GPU only, where one "
+            "engine runs; rollout.transport=nccl or local works, or rollout.num_workers=1"
+        )
+    if rollout.max_lag > 0 and config.cluster.placement is Placement.colocated:
+        raise ConfigError(
+            f"cluster.placement=colocated, rollout.max_lag={rollout.max_lag}: above lag 0 engines generate while the learner trains, which "
+            "needs devices of their own; cluster.placement=split works, or rollout.max_lag=0"
+        )
     bound = rollout.max_visits_per_step
     if bound is not None and bound < config.batch.groups_per_step:
         groups = config.batch.groups_per_step
@@ -177,10 +188,6 @@ def _check_rollout(config: Config) -> None:
 
 def _check_learner(config: Config) -> None:
     learner, kl = config.learner, config.algorithm.kl
-    if learner.num_ranks > 1:
-        raise ConfigError(
-            f"learner.num_ranks={learner.num_ranks}: more than one rank is not built yet; learner.num_ranks=1 works"
-        )
     if config.model.dtype is Dtype.bfloat16 and learner.zero_stage == 0:
         raise ConfigError(
             "model.dtype=bfloat16, learner.zero_stage=0: without a stage DeepSpeed accumulates gradients in bfloat16; "

@@ -6,15 +6,13 @@ denominator. So accumulation is told to be 1, the boundary is set by hand, and `
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import deepspeed
 import torch
@@ -22,7 +20,7 @@ from torch import Tensor, nn
 
 from configs.schema import Dtype, LearnerConfig, Optimizer, OptimizerConfig, Schedule
 
-_STATE_FILE = "learner.json"
+_MOMENTS = {Optimizer.adamw: ("exp_avg", "exp_avg_sq"), Optimizer.sgd: ()}
 _COUNTERS = ("num_steps", "num_skipped", "num_skipped_in_a_row")
 
 
@@ -68,7 +66,7 @@ class StepResult:
 
 
 class DeepSpeedEngine:
-    """Trains one module. ``forward`` and ``backward`` any number of times, then ``step``; all ranks alike.
+    """Trains one module. ``forward`` and ``backward`` any number of times, then ``step``; all ranks alike, in one process group.
 
     ``num_steps`` counts optimizer steps that were tried, ``num_skipped`` those that were not finite. The schedule follows
     ``num_steps``, so a run ends at the floor of its schedule whatever was skipped.
@@ -83,7 +81,6 @@ class DeepSpeedEngine:
         self.num_steps = 0
         self.num_skipped = 0
         self.num_skipped_in_a_row = 0
-        _join_process_group()
         parameters = [p for p in module.parameters() if p.requires_grad]
         self._optimizer = _make_optimizer(config.optimizer, parameters)
         self._engine, *_ = deepspeed.initialize(
@@ -151,46 +148,131 @@ class DeepSpeedEngine:
             return nullcontext()
         return deepspeed.zero.GatheredParameters([p for p in parameters if hasattr(p, "ds_id")], modifier_rank=None)
 
-    def save(self, folder: Path) -> None:
-        """Writes weights, optimizer states and counters, each rank its share. All ranks call it."""
-        self._engine.save_checkpoint(str(folder), tag="engine", save_latest=False)
-        if torch.distributed.get_rank() == 0:
-            counters = {name: getattr(self, name) for name in _COUNTERS}
-            (folder / _STATE_FILE).write_text(json.dumps(counters | self._layout()) + "\n")
+    @property
+    def state_parts(self) -> tuple[str, ...]:
+        """What is kept of every parameter: the float32 master and the optimizer's moments."""
+        return ("master", *_MOMENTS[self._config.optimizer.name])
 
-    def load(self, folder: Path) -> None:
-        """Restores what ``save`` wrote. Raises FileNotFoundError where there is nothing to restore, ValueError where what is there
-        was written with another number of ranks, ZeRO stage or precision."""
-        if not (folder / _STATE_FILE).is_file():
-            raise FileNotFoundError(f"{folder} holds no learner state: {_STATE_FILE} is missing")
-        state = json.loads((folder / _STATE_FILE).read_text())
-        for key, value in self._layout().items():
-            if state[key] != value:
-                raise ValueError(f"{folder} was written with {key}={state[key]}, this run has {value}: resume with the former")
-        self._engine.load_checkpoint(str(folder), tag="engine", load_lr_scheduler_states=False)
+    def states(self, parameters: Sequence[nn.Parameter]) -> Iterator[dict[str, Tensor]]:
+        """For each parameter its state by part, whole, in float32, on every rank. All ranks read it to the end."""
+        self._make_moments()
+        for p in parameters:
+            if self._config.zero_stage == 0:
+                yield {"master": p.detach()} | {part: self._optimizer.state[p][part] for part in self.state_parts[1:]}
+            else:
+                moments = {part: deepspeed.utils.safe_get_full_optimizer_state(p, part) for part in self.state_parts[1:]}
+                yield {"master": deepspeed.utils.safe_get_full_fp32_param(p)} | moments
+
+    @torch.no_grad()
+    def restore(self, states: Iterable[tuple[nn.Parameter, Mapping[str, Tensor]]], description: Mapping[str, Any]) -> None:
+        """Takes over states as ``states`` gave them, of every parameter, and the counters of ``description``. All ranks call it.
+
+        Raises ValueError for states of another precision or optimizer.
+        """
+        for key, value in self._kind().items():
+            if description[key] != value:
+                raise ValueError(
+                    f"the state was saved with {key}={description[key]}, this run has {value}: resume with the former"
+                )
         for name in _COUNTERS:
-            setattr(self, name, state[name])
+            setattr(self, name, description[name])
+        self._make_moments()
+        for master in self._masters() if len(self.state_parts) > 1 else ():
+            self._optimizer.state[master]["step"].fill_(self.num_steps - self.num_skipped)
+        for parameter, state in states:
+            self._restore_parameter(parameter, state)
+        if self._config.zero_stage in (1, 2):
+            self._engine.optimizer.update_lp_params()  # the weights anew from the masters
 
-    def _layout(self) -> dict[str, Any]:
-        return {
-            "learner.num_ranks": self.world_size,
-            "learner.zero_stage": self._config.zero_stage,
-            "model.dtype": self._dtype.value,
-            "learner.optimizer.name": self._config.optimizer.name.value,
-        }
+    def _restore_parameter(self, parameter: nn.Parameter, state: Mapping[str, Tensor]) -> None:
+        utils, stage = deepspeed.utils, self._config.zero_stage
+        moments = {part: state[part] for part in self.state_parts[1:]}
+        if stage == 0:
+            parameter.copy_(state["master"])
+            for part, value in moments.items():
+                self._optimizer.state[parameter][part].copy_(value)
+        elif stage < 3:
+            utils.safe_set_full_fp32_param(parameter, state["master"])
+            for part, value in moments.items():
+                utils.safe_set_full_optimizer_state(parameter, value, part)
+        else:  # not safe_set_full_*: those fail where the ranks do not divide the parameter
+            utils.safe_set_local_fp32_param(parameter, _own_part(parameter, state["master"]))
+            for part, value in moments.items():
+                utils.safe_set_local_optimizer_state(parameter, _own_part(parameter, value), part)
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                if torch.distributed.get_rank() == 0:
+                    parameter.copy_(state["master"])
+
+    def _masters(self) -> list[Tensor]:
+        """What the optimizer steps on: at stage 0 the parameters themselves, else this rank's flat parts of all of them."""
+        zero = self._engine.optimizer
+        if self._config.zero_stage == 3:
+            return list(zero.fp32_partitioned_groups_flat)
+        if self._config.zero_stage == 1 and self._dtype is Dtype.bfloat16:  # another class of DeepSpeed's
+            return list(zero.fp32_groups_flat_partition)
+        return [master for group in self._optimizer.param_groups for master in group["params"]]
+
+    def _make_moments(self) -> None:
+        """The moments that the optimizer would make in its first step, so that states can be read and restored before it."""
+        moments = self.state_parts[1:]
+        if not moments:
+            return
+        for master in self._masters():
+            state = self._optimizer.state[master]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+                state.update({part: torch.zeros_like(master) for part in moments})
+        if self._config.zero_stage in (1, 2):
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+    def description(self) -> dict[str, Any]:
+        """Counters, and how the state came to be."""
+        layout = {"learner.num_ranks": self.world_size, "learner.zero_stage": self._config.zero_stage}
+        return {name: getattr(self, name) for name in _COUNTERS} | self._kind() | layout
+
+    def _kind(self) -> dict[str, str]:
+        return {"model.dtype": self._dtype.value, "learner.optimizer.name": self._config.optimizer.name.value}
 
 
-def _join_process_group() -> None:
-    """Joins the ranks that RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_RANK name; a rank alone needs none of them."""
-    # DeepSpeed would compile a shared-memory collective with gcc (half a minute, once a machine) that one rank never uses and
-    # gloo replaces; with an empty table of usable ops it does not look for it.
+def _own_part(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """This rank's part of a whole tensor as ZeRO-3 cuts it: equal parts, the last ones filled up."""
+    size = parameter.ds_tensor.numel()
+    part = value.flatten()[torch.distributed.get_rank() * size :][:size]
+    return nn.functional.pad(part, (0, size - part.numel()))
+
+
+def frozen_forward(module: nn.Module, config: LearnerConfig, dtype: Dtype, *, world_size: int) -> Callable[..., Any]:
+    """The module for forwards only. Below ZeRO-3 it lies whole on this rank's device; at ZeRO-3 it is split over the ranks, on GPUs
+    with the parts in main memory, fetched layer by layer for a forward: all ranks then make the same forwards."""
+    if config.zero_stage < 3:
+        return module.to(deepspeed.get_accelerator().current_device_name())
+    settings = _deepspeed_config(config, dtype, world_size)
+    if torch.cuda.is_available():
+        settings["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
+    engine, *_ = deepspeed.initialize(model=module, config=settings, dist_init_required=False)
+    return cast(Callable[..., Any], engine)
+
+
+def join_process_group(rank: int, world_size: int) -> None:
+    """Joins the other ranks where MASTER_ADDR and MASTER_PORT say; a rank alone needs neither.
+
+    Raises ValueError where they are missing.
+    """
+    # DeepSpeed would compile a shared-memory collective with gcc (half a minute, once a machine) that gloo replaces; with an empty
+    # table of usable ops it does not look for it.
     deepspeed.ops.__compatible_ops__ = {}
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
     os.environ.setdefault("LOCAL_RANK", "0")
-    if not torch.distributed.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
-    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    if not torch.distributed.is_initialized():
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if world_size > 1 and missing:
+            raise ValueError(
+                f"rank {rank} of {world_size} does not know where to meet the others: {' and '.join(missing)} not set"
+            )
+        store = torch.distributed.HashStore() if world_size == 1 else None
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 
 
 def _make_optimizer(config: OptimizerConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -35,7 +35,7 @@ def gather_buckets(
     """
     specs: list[TensorSpec] = []
     num_buckets = 0
-    for keys in _plan(model, bucket_bytes):
+    for keys in plan_gathers(model, model.saved_keys, bucket_bytes):
         with gathered([model.tensor(key) for key in keys]):
             bucket = _pack(checkpoint_tensors(model, keys), generation, num_buckets, scale) if rank == 0 else None
         if bucket is not None:
@@ -51,11 +51,11 @@ def checkpoint_tensors(model: LoadedModel, keys: Sequence[str]) -> dict[str, Ten
     return revert_weight_conversion(model.hf, tensors) if model.converts_names else tensors
 
 
-def _plan(model: LoadedModel, bucket_bytes: int) -> list[list[str]]:
-    """State-dict keys of each bucket, in the model's order. Keys of one layer stay together where names are converted."""
+def plan_gathers(model: LoadedModel, keys: Sequence[str], num_bytes: int) -> list[list[str]]:
+    """State-dict keys cut into runs of at most ``num_bytes``. Keys of one layer stay together where names are converted."""
     units: list[list[str]] = []
     previous = None
-    for key in model.saved_keys:
+    for key in keys:
         match = _LAYER.match(key) if model.converts_names else None
         layer = match.group(1) if match else key
         if layer == previous:
@@ -66,19 +66,23 @@ def _plan(model: LoadedModel, bucket_bytes: int) -> list[list[str]]:
     plan: list[list[str]] = []
     room = 0
     for unit in units:
-        size = sum(_num_bytes(model.tensor(key)) for key in unit)
+        size = sum(_aligned(whole_numel(t) * t.element_size()) for t in map(model.tensor, unit))
         if not plan or size > room:
             plan.append([])
-            room = bucket_bytes
+            room = num_bytes
         plan[-1] += unit
         room -= size
     return plan
 
 
-def _num_bytes(tensor: Tensor) -> int:
-    """Of the whole tensor, padded to the alignment. ZeRO-3 leaves an empty one in place of a parameter and keeps its size aside."""
-    size: int = getattr(tensor, "ds_numel", tensor.numel()) * tensor.element_size()
-    return _aligned(size)
+def whole_numel(tensor: Tensor) -> int:
+    """Elements of the whole tensor. ZeRO-3 leaves an empty one in place of a parameter and keeps size and shape aside."""
+    return int(getattr(tensor, "ds_numel", tensor.numel()))
+
+
+def whole_shape(tensor: Tensor) -> torch.Size:
+    """Shape of the whole tensor, see ``whole_numel``."""
+    return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def _aligned(size: int) -> int:
@@ -98,13 +102,3 @@ def _pack(tensors: dict[str, Tensor], generation: int, index: int, scale: float)
         dtype = str(tensor.dtype).removeprefix("torch.")
         specs.append(TensorSpec(name, dtype, tuple(tensor.shape), size, digest_bytes(place)))
     return Bucket(generation, index, tuple(specs), tuple(ends[:-1]), data)
-
-
-def whole_state(model: LoadedModel, gathered: Gathered, *, rank: int) -> dict[str, Tensor]:
-    """A copy of every saved tensor on the CPU, by state-dict key, tensor by tensor. Empty on ranks other than 0."""
-    state: dict[str, Tensor] = {}
-    for key in model.saved_keys:
-        with gathered([model.tensor(key)]):
-            if rank == 0:
-                state[key] = model.tensor(key).detach().to("cpu", copy=True)
-    return state

@@ -4,8 +4,8 @@
     train()          num_mini_batches x num_passes optimizer steps
     buckets(g)       the weights, bucket by bucket; manifest() afterwards
 
-All ranks make every call, each with the whole rollout batch: it is small beside the activations, and then nothing but gradients
-and metrics travels between ranks.
+All ranks make every call, each with the whole rollout batch: it is small beside the activations, and then nothing but gradients,
+weights and metrics travels between ranks. All return the same reports.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -25,18 +26,22 @@ from configs.schema import AlgorithmConfig, BatchConfig, Choice, KlKind, Learner
 from learner.advantages import ADVANTAGES
 from learner.batching import Row, fill_micro_batches, pack_rows
 from learner.credit import Credit, token_credit
-from learner.deepspeed_engine import DeepSpeedEngine, StepResult
-from learner.gather import gather_buckets, whole_state
+from learner.deepspeed_engine import DeepSpeedEngine, StepResult, frozen_forward, join_process_group
+from learner.gather import gather_buckets
 from learner.head import HeadOutput
 from learner.loss_tokens import LossTokens
 from learner.metric_sums import MetricSums, collect_sums
 from learner.model import frozen_copy, load_model
 from learner.samples import Gap, MicroBatch, Plan, make_samples, packed_tensors, plan_optimizer_steps
+from learner.saving import export_model, force_to_disk, load_state, save_state
+from learner.stopwatch import Stopwatch
 from learner.surrogates import SURROGATES
 from learner.weighting import WEIGHTINGS, sample_weights
 from rollout.records import ScoredGroup
 from rollout.tokenizer import load_tokenizer
 from rollout.weights import Bucket, Manifest
+
+_T = TypeVar("_T")
 
 
 class NonFiniteError(RuntimeError):
@@ -74,6 +79,7 @@ class RolloutBatch:
 class PrepareReport:
     metrics: dict[str, float]
     num_samples: int
+    num_rank_tokens: int  # of this rank in one pass, without padding
     num_mini_batches: int  # 0 where no group had a sample to train on
 
 
@@ -95,6 +101,7 @@ class Learner:
         if with_kl and spec.learner.reference is Reference.off:
             raise ValueError("algorithm.kl needs a reference: set learner.reference=frozen, or algorithm.kl.kind=off")
         self.spec, self.rank, self.world_size = spec, rank, world_size
+        join_process_group(rank, world_size)
         self.model = load_model(
             spec.model,
             spec.model_path,
@@ -102,11 +109,14 @@ class Learner:
             chunk_rows=spec.learner.head_chunk_rows,
             gradient_checkpointing=spec.learner.gradient_checkpointing,
         )
-        reference = frozen_copy(self.model.policy) if with_kl else None
+        self._parameters = dict(self.model.hf.named_parameters())
+        self._reference: Callable[..., HeadOutput] | None = None
+        if with_kl:  # before the engine, which splits the policy at ZeRO-3
+            copy = frozen_copy(self.model.policy)
+            self._reference = frozen_forward(copy, spec.learner, spec.model.dtype, world_size=world_size)
         self.engine = DeepSpeedEngine(
             self.model.policy, spec.learner, spec.model.dtype, world_size=world_size, total_steps=spec.total_optimizer_steps
         )
-        self._reference = reference.to(self.engine.device) if reference is not None else None
         self._credit: Callable[[LossTokens], Credit] = partial(
             token_credit,
             surrogate=partial(resolve_function(spec.algorithm.name, SURROGATES, "algorithm"), **spec.algorithm.params),
@@ -114,6 +124,7 @@ class Learner:
             kl_beta=spec.algorithm.kl.beta,
             entropy_beta=spec.algorithm.entropy_beta,
         )
+        self._stopwatch = Stopwatch(self.engine.device)
         self._steps: list[list[MicroBatch]] = []
         self._manifest: Manifest | None = None
 
@@ -142,21 +153,20 @@ class Learner:
             tokens_per_micro_batch=spec.batch.tokens_per_micro_batch,
             aggregation=spec.algorithm.aggregation,
             max_response_tokens=spec.max_response_tokens,
+            cost=self.model.cost,
             version=batch.version,
             rank=self.rank,
             world_size=self.world_size,
             device=self.engine.device,
         )
-        self._steps = plan_optimizer_steps(samples, plan, (spec.seed, batch.step))
+        self._steps, dealt = plan_optimizer_steps(samples, plan, (spec.seed, batch.step))
         micro_batches = [micro for step in self._steps for micro in step]
         with torch.no_grad():
             for micro in (micro for step in self._steps[1:] for micro in step):
                 micro.old_logp = self._forward(micro).logp
             if self._reference is not None:
                 for micro in micro_batches:
-                    micro.ref_logp = self._reference(micro.input_ids, micro.positions, micro.targets, spec.temperature).logp
-        num_tokens = sum(micro.num_tokens for micro in micro_batches)
-        num_padded = sum(micro.input_ids.numel() for micro in micro_batches)
+                    micro.ref_logp = self._forward(micro, self._reference).logp
         metrics = {
             "batch/num_samples": counts.num_samples,
             "batch/num_invalid": counts.num_invalid,
@@ -165,10 +175,16 @@ class Learner:
             "batch/num_loss_tokens": sum(sample.num_loss_tokens for sample in samples),
             "batch/num_mini_batches": len(self._steps),
             "batch/num_micro_batches": len(micro_batches),
-            "batch/padding_frac": 1 - num_tokens / num_padded if num_padded else 0.0,
+            "batch/padding_frac": dealt.padding_frac,
+            "batch/rank_imbalance": dealt.imbalance,
             "eff/sample_frac": _share(sum(s.advantage != 0 for s in samples), sum(len(g.scores) for g in batch.groups)),
         }
-        return PrepareReport({name: float(value) for name, value in metrics.items()}, counts.num_samples, len(self._steps))
+        return PrepareReport(
+            {name: float(value) for name, value in metrics.items()},
+            counts.num_samples,
+            sum(micro.num_tokens for micro in micro_batches),
+            len(self._steps),
+        )
 
     def train(self) -> TrainReport:
         """The optimizer steps of the prepared batch, which is used up; every pass goes over the same mini-batches in order.
@@ -188,8 +204,11 @@ class Learner:
                 sums += MetricSums({"update/loss": (loss, 1 / self.world_size)}, {})
                 results.append(self.engine.step())
                 self._check_streak()
-        metrics = self._over_ranks(sums).values()
+        ranks = self._of_all_ranks((sums, self._stopwatch.read()))
+        metrics = sum((of_rank for of_rank, _ in ranks), MetricSums({}, {})).values()
         if results:
+            seconds = [of_rank for _, of_rank in ranks]
+            metrics["time/rank_imbalance"] = max(seconds) * len(seconds) / sum(seconds)
             norms = [result.grad_norm for result in results if not result.skipped]
             metrics["update/learning_rate"] = results[-1].learning_rate
             metrics["update/skipped_nonfinite"] = float(len(results) - len(norms))
@@ -198,9 +217,10 @@ class Learner:
         moved = any(not r.skipped and r.learning_rate > 0 and r.grad_norm > 0 for r in results)
         return TrainReport(metrics, len(results), sum(result.skipped for result in results), moved)
 
-    def _forward(self, micro: MicroBatch) -> HeadOutput:
-        output: HeadOutput = self.engine.forward(micro.input_ids, micro.positions, micro.targets, self.spec.temperature)
-        return output
+    def _forward(self, micro: MicroBatch, policy: Callable[..., HeadOutput] | None = None) -> HeadOutput:
+        """Of the policy that is trained, unless another is given."""
+        with self._stopwatch.running():
+            return (policy or self.engine.forward)(micro.input_ids, micro.positions, micro.targets, self.spec.temperature)
 
     def _accumulate(self, micro: MicroBatch, *, last: bool, first_pass: bool) -> tuple[MetricSums, float]:
         """One forward and backward; metrics, and this micro-batch's part of the step's loss."""
@@ -223,12 +243,12 @@ class Learner:
                 "the weights are those of the last good step: lower learner.optimizer.learning_rate or max_grad_norm"
             )
 
-    def _over_ranks(self, sums: MetricSums) -> MetricSums:
-        if self.world_size == 1:
-            return sums
-        parts: list[MetricSums] = [sums] * self.world_size
-        torch.distributed.all_gather_object(parts, sums)
-        return sum(parts[1:], parts[0])
+    def _of_all_ranks(self, mine: _T) -> list[_T]:
+        """Every rank's, in the order of ranks."""
+        parts = [mine] * self.world_size
+        if self.world_size > 1:
+            torch.distributed.all_gather_object(parts, mine)
+        return parts
 
     # ---- its weights ------------------------------------------------------------------------------------------------
 
@@ -261,21 +281,30 @@ class Learner:
             raise RuntimeError("there is no manifest before the last bucket has been read")
         return self._manifest
 
-    def save(self, folder: str | Path) -> None:
-        """Writes weights, optimizer moments, schedule and counters, each rank its share."""
-        self.engine.save(Path(folder))
+    def save(self, folder: str | Path) -> list[str]:
+        """Writes masters, moments and counters, each rank its share. Returns the names of the files that this rank wrote, now on
+        the disk. All ranks call it; none waits for the others to have written."""
+        return save_state(self.engine, self._parameters, Path(folder), rank=self.rank)
 
     def load(self, folder: str | Path) -> None:
-        """Goes on exactly where ``save`` was called. Raises FileNotFoundError where there is nothing to restore, ValueError for the
-        state of another number of ranks, ZeRO stage, precision or optimizer."""
-        self.engine.load(Path(folder))
+        """Goes on where ``save`` was called, by any number of ranks at any ZeRO stage; in the same layout bit for bit.
 
-    def export(self, folder: str | Path) -> None:
-        """Writes a model folder with tokenizer, as vLLM and transformers read it."""
-        state = whole_state(self.model, self.engine.gathered, rank=self.rank)
-        if self.rank == 0:
-            self.model.hf.save_pretrained(folder, state_dict=state)
-            load_tokenizer(self.spec.model_path, self.spec.model.trust_remote_code).save_pretrained(folder)
+        Raises FileNotFoundError where there is nothing to restore, ValueError for another model, precision or optimizer.
+        """
+        load_state(self.engine, self._parameters, Path(folder))
+
+    def export(self, folder: str | Path) -> list[str]:
+        """Writes a model folder with tokenizer, as vLLM and transformers read it, in shards of ``learner.export_shard_mib``.
+
+        Returns the names of the files that this rank wrote, now on the disk: all on rank 0. All ranks call it.
+        """
+        folder, mib = Path(folder), 2**20
+        shard_bytes, bucket_bytes = self.spec.learner.export_shard_mib * mib, self.spec.learner.bucket_mib * mib
+        export_model(self.model, self.engine.gathered, folder, rank=self.rank, shard_bytes=shard_bytes, bucket_bytes=bucket_bytes)
+        if self.rank != 0:
+            return []
+        load_tokenizer(self.spec.model_path, self.spec.model.trust_remote_code).save_pretrained(folder)
+        return force_to_disk(folder, sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()))
 
 
 def _loss_tokens(micro: MicroBatch, old_logp: Tensor, out: HeadOutput) -> LossTokens:

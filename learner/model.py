@@ -18,6 +18,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from configs.errors import InputError
 from configs.schema import ModelConfig
+from learner.batching import RowCost
 from learner.head import HeadOutput, TokenLogpHead
 
 # Config entries that change the logits after the matrix product, and the value that means "does nothing".
@@ -76,6 +77,7 @@ class LoadedModel:
     policy: PolicyModule
     saved_keys: tuple[str, ...]  # the state-dict keys that save_pretrained writes; a tied head is not among them
     converts_names: bool  # whether it writes them under other names, as with fused experts
+    cost: RowCost
 
     def tensor(self, key: str) -> Tensor:
         """The live Parameter or buffer behind a state-dict key."""
@@ -85,7 +87,7 @@ class LoadedModel:
 def load_model(config: ModelConfig, path: str, *, seed: int, chunk_rows: int, gradient_checkpointing: bool) -> LoadedModel:
     """Loads the causal language model at ``path``, or random weights in its shape (``model.random_weights``, from ``seed``).
 
-    Every rank loads the whole model; ZeRO-3 splits it afterwards. Dropout is off: with it a ratio of 1 would not be 1.
+    Every rank loads the whole model and ZeRO-3 splits it afterwards: the proof of the head runs a forward of the whole. Dropout is off: with it a ratio of 1 would not be 1.
     Raises ModelError for a model whose logits are more than hidden states times a matrix.
     """
     dtype = getattr(torch, config.dtype.value)
@@ -105,12 +107,25 @@ def load_model(config: ModelConfig, path: str, *, seed: int, chunk_rows: int, gr
     ignored = hf._keys_to_ignore_on_save or ()
     saved = [key for key in remove_tied_weights_from_state_dict(dict(hf.state_dict()), hf) if key not in ignored]
     written = revert_weight_conversion(hf, {key: hf.get_parameter_or_buffer(key).detach().to("meta") for key in saved})
-    return LoadedModel(hf, policy, tuple(saved), converts_names=set(written) != set(saved))
+    return LoadedModel(hf, policy, tuple(saved), converts_names=set(written) != set(saved), cost=_row_cost(hf, weight))
 
 
 def frozen_copy(policy: PolicyModule) -> PolicyModule:
     """The policy as it is now, for good: the reference of the KL term."""
     return copy.deepcopy(policy).eval().requires_grad_(False)
+
+
+def _row_cost(hf: PreTrainedModel, head: nn.Parameter) -> RowCost:
+    """From the shapes. Of fused experts [experts, ...] a token meets only those it is routed to; embeddings are looked up, not multiplied."""
+    config = hf.config.get_text_config()
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    routed = getattr(config, "num_experts_per_tok", None)
+    looked_up = {id(module.weight) for module in hf.modules() if isinstance(module, nn.Embedding)} | {id(head)}
+    per_token = sum(
+        p.numel() * (routed / len(p) if routed and p.dim() == 3 else 1.0) for p in hf.parameters() if id(p) not in looked_up
+    )
+    return RowCost(per_token, per_pair=2.0 * config.num_hidden_layers * width, per_scored=float(head.numel()))
 
 
 def _turn_dropout_off(model: nn.Module) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from configs.schema import Aggregation
 from learner.advantages import Samples
 from learner.aggregation import StepCounts, denominators
-from learner.batching import PackedRows, Row, cut_mini_batches, pack_rows, plan_micro_batches
+from learner.batching import PackedRows, Row, RowCost, cut_mini_batches, pack_rows, plan_micro_batches
 from rollout.records import Completion, Finish, Score, ScoredGroup, Status
 
 
@@ -130,26 +130,49 @@ class Plan:
     tokens_per_micro_batch: int
     aggregation: Aggregation
     max_response_tokens: int
+    cost: RowCost
     version: int  # of the learner, as it trains the batch
     rank: int
     world_size: int
     device: torch.device
 
 
-def plan_optimizer_steps(samples: Sequence[Sample], plan: Plan, seed: Sequence[int]) -> list[list[MicroBatch]]:
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """What all ranks together were dealt of a rollout batch."""
+
+    num_tokens: tuple[int, ...]  # of each rank, without padding
+    num_places: int  # of tokens and padding, padding micro-batches included
+
+    @property
+    def imbalance(self) -> float:
+        """Tokens of the rank with most over their mean; 1 is even."""
+        return max(self.num_tokens) * len(self.num_tokens) / max(1, sum(self.num_tokens))
+
+    @property
+    def padding_frac(self) -> float:
+        return 1 - sum(self.num_tokens) / self.num_places if self.num_places else 0.0
+
+
+def plan_optimizer_steps(samples: Sequence[Sample], plan: Plan, seed: Sequence[int]) -> tuple[list[list[MicroBatch]], Dealt]:
     """For each optimizer step of one pass, this rank's micro-batches. Groups without a sample are not counted as groups."""
     by_group: dict[int, list[Sample]] = {}
     for sample in samples:
         by_group.setdefault(sample.group, []).append(sample)
     groups = list(by_group.values())
     steps = []
+    num_tokens, num_places = [0] * plan.world_size, 0
     for places in cut_mini_batches(len(groups), plan.num_mini_batches, seed):
         mine = [sample for place in places for sample in groups[place]]
         counts = StepCounts(sum(s.num_loss_tokens for s in mine), len(mine))
         lengths = [len(s.row.token_ids) for s in mine]
-        batches = plan_micro_batches(lengths, plan.world_size, plan.tokens_per_micro_batch)[plan.rank]
-        steps.append([_micro_batch([mine[i] for i in batch], plan, counts) for batch in batches])
-    return steps
+        costs = [plan.cost.of(s.row) for s in mine]
+        ranks = plan_micro_batches(lengths, costs, plan.world_size, plan.tokens_per_micro_batch)
+        for rank, batches in enumerate(ranks):
+            num_tokens[rank] += sum(lengths[i] for batch in batches for i in batch)
+            num_places += sum(len(batch) * max(lengths[i] for i in batch) if batch else 1 for batch in batches)
+        steps.append([_micro_batch([mine[i] for i in batch], plan, counts) for batch in ranks[plan.rank]])
+    return steps, Dealt(tuple(num_tokens), num_places)
 
 
 def packed_tensors(packed: PackedRows, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,34 +6,48 @@ Engines and learner are named by import path and imported here only when an acto
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
 import ray
+from torch.distributed import TCPStore
 
 from configs.schema import RewardConfig
 from orchestrator import cluster
+from orchestrator.checkpoint import Files, describe_files
 from orchestrator.handles import StepReport
+from orchestrator.shared_folder import FolderView, look_from
 from rewards.contract import RewardItem
 from rewards.pool import RewardPool
 from rollout.engine import Engine, EngineError, GroupRequest, Health, SwapReport, TokenScores
 from rollout.records import Group, GroupMeta, Score, ScoredGroup, Visit, describe_group
-from rollout.weights import Bucket, Manifest
+from rollout.transports import Parcel, make_receiver
+from rollout.weights import Manifest
 
 
 def process_facts() -> dict[str, Any]:
-    """What the driver checks of an actor's process: pid, niceness, thread budget."""
-    return {"pid": os.getpid(), "niceness": os.nice(0), "num_threads": os.environ.get("OMP_NUM_THREADS", "unset")}
+    """What the driver checks of an actor's process: where it is (its node's id, address and name), niceness, thread budget."""
+    return {
+        "pid": os.getpid(),
+        "node": ray.get_runtime_context().get_node_id(),
+        "address": ray.util.get_node_ip_address(),
+        "hostname": socket.gethostname(),
+        "niceness": os.nice(0),
+        "num_threads": os.environ.get("OMP_NUM_THREADS", "unset"),
+    }
 
 
 class RolloutActor:
     """A rollout worker: one engine."""
 
-    def __init__(self, module: str, spec: dict[str, Any]) -> None:
+    def __init__(self, module: str, spec: dict[str, Any], transport: str = "local") -> None:
         """``module`` holds EngineSpec and make_engine; ``spec`` are the fields of the former."""
+        self._receiver = make_receiver(transport, spec["name"])
         self._engine: Engine = resolve_name(f"{module}:make_engine")(resolve_name(f"{module}:EngineSpec")(**spec))
         self._closed = threading.Event()
 
@@ -43,8 +57,9 @@ class RolloutActor:
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         self._engine.submit(requests)
 
-    def groups(self) -> Iterator[list[GroupMeta] | list[Group]]:
-        """A stream of pairs: the small records of some groups, then the groups. The caller owns both."""
+    def groups(self) -> Iterator[list[Group] | list[GroupMeta]]:
+        """A stream of pairs: some groups, then their small records. The caller owns both. In this order whoever has the records
+        knows that the groups were given out before the worker could be lost."""
         while not self._closed.is_set():
             try:
                 groups = self._engine.poll(timeout_s=0.5)
@@ -53,13 +68,14 @@ class RolloutActor:
                     return
                 raise
             if groups:
-                yield [describe_group(group) for group in groups]
                 yield groups
+                yield [describe_group(group) for group in groups]
 
-    def receive(self, bucket: Bucket) -> None:
-        self._engine.receive(bucket)
+    def receive(self, parcel: Parcel) -> None:
+        self._engine.receive(self._receiver.fetch(parcel))
 
     def swap(self, version: int, manifest: Manifest) -> SwapReport:
+        self._receiver.close()
         return self._engine.swap(version, manifest)
 
     def score_tokens(self, rows: Sequence[np.ndarray[Any, Any]], temperature: float) -> list[TokenScores]:
@@ -73,6 +89,7 @@ class RolloutActor:
 
     def close(self) -> None:
         self._closed.set()
+        self._receiver.abort()
         self._engine.close()
 
 
@@ -84,20 +101,26 @@ class LearnerActor:
         self._learner: Any = None
 
     def rendezvous(self) -> tuple[str, int]:
-        """An address of this node and a free port of it, where the ranks can meet."""
+        """An address of this node and a port of it, where the ranks can meet: the store listens there from now on, so nobody can
+        take the port before the ranks come."""
         address = ray.util.get_node_ip_address()
-        return address, cluster.free_port(address)
+        self._store = TCPStore(address, 0, self._world_size, is_master=True, wait_for_workers=False)
+        return address, self._store.port
 
-    def start(self, module: str, spec: dict[str, Any], address: str, port: int) -> None:
+    def start(self, module: str, spec: dict[str, Any], address: str, port: int, transport: str = "local") -> None:
         """Makes the learner: ``module`` holds LearnerSpec, Learner and RolloutBatch; ``spec`` are the fields of the first. All ranks
         meet at rank 0's ``address`` and ``port``."""
-        os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        cluster.use_interface_of(ray.util.get_node_ip_address())
+        # With an agent's store rank 0 comes to it as the others do, in place of listening at the port itself
+        os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         learner_spec = resolve_name(f"{module}:LearnerSpec")(**spec)
         self._learner = resolve_name(f"{module}:Learner")(learner_spec, self._rank, self._world_size)
         self._batch_type = resolve_name(f"{module}:RolloutBatch")
+        self._sender = resolve_name("learner.sending:make_sender")(transport, ray.util.get_node_ip_address())
+        self._send_all = resolve_name("learner.sending:send_all")
 
     def facts(self) -> dict[str, Any]:
-        return process_facts()
+        return process_facts() | {"rank": self._rank}
 
     def prepare(
         self,
@@ -106,20 +129,25 @@ class LearnerActor:
         places: Sequence[tuple[int, int]],
         scores: Sequence[tuple[Score, ...]],
         parcels: Sequence[Any],
-    ) -> dict[str, float]:
-        """Each group is ``parcels[i][k]`` for its ``(i, k)`` of ``places``; its scores stand at the same place of ``scores``."""
+    ) -> tuple[dict[str, float], int]:
+        """Metrics of the batch, and how many tokens this rank has to train. Each group is ``parcels[i][k]`` for its ``(i, k)`` of
+        ``places``; its scores stand at the same place of ``scores``."""
         fetched: list[list[Group]] = ray.get(list(parcels))
         groups = tuple(ScoredGroup(fetched[i][k], score) for (i, k), score in zip(places, scores, strict=True))
         report = self._learner.prepare(self._batch_type(step=step, version=version, groups=groups))
-        return dict(report.metrics)
+        return dict(report.metrics), report.num_rank_tokens
 
     def train(self) -> StepReport:
         report = self._learner.train()
         return StepReport(dict(report.metrics), report.num_optimizer_steps, report.moved)
 
-    def buckets(self, generation: int, scale: float = 1.0) -> Iterator[Bucket]:
-        """Rank 0's stream of buckets, while the other ranks ``gather``."""
-        yield from self._learner.buckets(generation, scale)
+    def buckets(self, generation: int, scale: float = 1.0, receivers: Sequence[str] = ()) -> Iterator[Parcel]:
+        """Rank 0's stream of parcels for the workers of these names, while the other ranks ``gather``."""
+        yield from self._send_all(self._sender, generation, receivers, self._learner.buckets(generation, scale))
+
+    def abort_push(self) -> None:
+        """Rank 0: whatever waits for a receiver fails at once, and the buckets that remain are gathered without being sent."""
+        self._sender.abort()
 
     def gather(self, generation: int, scale: float = 1.0) -> None:
         """Takes part in the gathers of rank 0's ``buckets``."""
@@ -127,6 +155,8 @@ class LearnerActor:
             raise AssertionError("only rank 0 has buckets to send")
 
     def manifest(self) -> Manifest:
+        """Of the last ``buckets``, once every receiver has each of its parcels: this ends their generation."""
+        self._sender.close()
         manifest: Manifest = self._learner.manifest()
         return manifest
 
@@ -134,14 +164,19 @@ class LearnerActor:
         scores: list[np.ndarray[Any, Any]] = self._learner.score_tokens(rows, temperature)
         return scores
 
-    def save(self, folder: str) -> None:
-        self._learner.save(folder)
+    def save(self, folder: str) -> Files:
+        """This rank's share of the training state. It digests here what it wrote, so that nobody reads it over the network."""
+        return describe_files(Path(folder), self._learner.save(folder))
 
     def load(self, folder: str) -> None:
         self._learner.load(folder)
 
-    def export(self, folder: str) -> None:
-        self._learner.export(folder)
+    def export(self, folder: str) -> Files:
+        return describe_files(Path(folder), self._learner.export(folder))
+
+    def see_folder(self, folder: str, token: str, wait_s: float) -> FolderView:
+        """Whether this rank sees the folder as the driver does: see ``orchestrator.shared_folder``."""
+        return look_from(Path(folder), token, f"rank-{self._rank}", ray.util.get_node_ip_address(), wait_s)
 
 
 class RewardActor:

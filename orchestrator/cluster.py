@@ -9,24 +9,31 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
+from ray.exceptions import RayError
 
 import configs
-from configs.schema import ClusterConfig, Config
+from configs.errors import ConfigError
+from configs.schema import ClusterConfig, Config, Placement
 from orchestrator.errors import RunStopped
 from orchestrator.threads import usable_cpus
 
 SMALLEST_BOOKS = 4  # CPUs in the books of a private instance, however few cores there are
+JOIN_S = 20.0  # for the instance to answer that the run is to join
+_HELLO = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a run asks of Ray: one CPU (or GPU) a rollout worker's device, one a learner rank, one CPU a verifier."""
+    """What a run asks of Ray: one CPU (or GPU) a rollout worker's device, one a learner rank, one CPU a verifier. Verifiers are counted
+    once; the nodes of the workers each have their own, and are known once the workers have their places."""
 
     num_cpus: int
     num_gpus: int
@@ -44,30 +51,38 @@ class Cluster:
     address: str
     joined: bool  # somebody else's: never stopped by us
 
+    def __str__(self) -> str:
+        return f"joined {self.address}" if self.joined else "a private instance"
+
     def close(self) -> None:
         """Leaves a joined instance running; ends a private one with everything in it."""
         ray.shutdown()
 
 
 def start_cluster(config: ClusterConfig, demand: Demand) -> Cluster:
-    """Joins or starts Ray. Raises RunStopped with asked and available numbers where the demand cannot be met.
+    """Joins or starts Ray. Raises ConfigError for an address that cannot be joined, RunStopped where nobody answers there, or with
+    asked and available numbers where the demand cannot be met.
 
     A private instance may carry two single-threaded actors a core (and four on one core), since at lag 0 engine and learner work
     in turn; a number given as ``cluster.num_cpus``, and a joined instance, are taken at their word.
     """
-    address = _address(config)
+    if config.placement is Placement.colocated:
+        raise ConfigError(
+            "cluster.placement=colocated: `limen plan` reckons with it, but a run that hands its devices to and fro is not built yet; "
+            "cluster.placement=split works"
+        )
+    address = join_address(config)
     os.environ.setdefault("RAY_worker_niceness", "0")  # read by the raylet when it starts, so before init
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     if address is not None:
-        _init(address=address, **common)
+        _join(address)
         cluster = Cluster(address=address, joined=True)
     else:
         cores = usable_cpus()
         books = (
             config.num_cpus if config.num_cpus is not None else max(cores, min(demand.num_cpus, max(SMALLEST_BOOKS, 2 * cores)))
         )
-        _init(address="local", num_cpus=books, include_dashboard=False, **common)
+        _init(address="local", num_cpus=books, include_dashboard=False)
         cluster = Cluster(address="private", joined=False)
     available = ray.cluster_resources()
     for resource, asked in (("CPU", demand.num_cpus), ("GPU", demand.num_gpus)):
@@ -76,28 +91,73 @@ def start_cluster(config: ClusterConfig, demand: Demand) -> Cluster:
             cluster.close()
             raise RunStopped(
                 f"the run asks for {asked} {resource}s (one a rollout worker's device, one a learner rank, one CPU a verifier), "
-                f"Ray has {have}; lower rollout.num_workers, learner.num_ranks or reward.num_workers, or join a larger cluster"
+                f"Ray has {have} available; lower rollout.num_workers, learner.num_ranks or reward.num_workers, or join a larger cluster"
             )
     return cluster
+
+
+def join_address(config: ClusterConfig) -> str | None:
+    """HOST:PORT to join, or None for a private instance. Raises ConfigError for an address of another form.
+
+    ``auto`` joins where RAY_ADDRESS is set; Ray sets it for the driver of a Ray job. Only an address that somebody gave is joined:
+    Ray's own search, ``auto`` to it, takes any instance that runs on the machine.
+    """
+    key, address = ("cluster.address", config.address) if config.address != "auto" else ("RAY_ADDRESS", _ray_address())
+    if address in ("", "local"):
+        return None
+    if "://" in address:
+        raise ConfigError(
+            f"{key}={address}: a Ray client has no streaming returns, by which groups and weights travel; start limen on a node of the "
+            "cluster with the address of its GCS, cluster.address=HOST:6379, or submit it as a Ray job"
+        )
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(
+            f"{key}={address}: is not HOST:PORT of a Ray instance's GCS, which `ray start --head` prints (port 6379 by default)"
+            + ("; cluster.address=local starts a private one" if key == "RAY_ADDRESS" else "; `auto` and `local` work too")
+        )
+    return address
+
+
+def _ray_address() -> str:
+    return os.environ.get("RAY_ADDRESS", "")
+
+
+def _join(address: str) -> None:
+    """Ray itself tries for many minutes where nobody answers (seen: eight), so somebody else asks first, within a deadline."""
+    try:
+        said = subprocess.run(
+            [sys.executable, "-c", _HELLO, address],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=JOIN_S,
+            start_new_session=True,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RunStopped(
+            f"no Ray instance answers at {address} within {JOIN_S:g} s; is it running, and is the port its GCS's?"
+        ) from error
+    try:
+        if said.returncode:
+            raise ConnectionError(said.stderr.strip().splitlines()[-1])
+        _init(address=address)
+    except (ConnectionError, RuntimeError, RayError) as error:
+        cause = error.__cause__ or error
+        hint = ""
+        if "token" in str(cause).lower() or "authenticat" in str(cause).lower():
+            hint = "; a cluster with token authentication is joined with RAY_AUTH_MODE=token and its token in the environment"
+        elif "node info" in str(cause):
+            hint = "; none of its nodes runs on this machine: start limen on one of them, or as a Ray job"
+        raise RunStopped(f"cannot join the Ray instance at {address}: {type(cause).__name__}: {cause}{hint}") from error
 
 
 def _init(**arguments: Any) -> None:
     """Ray puts the driver's working directory first on every worker's path, where a user's own ``rewards/`` or ``configs/`` would
     hide ours (seen). Started from our folder, workers import ours; paths in the configuration are absolute by then."""
     with contextlib.chdir(Path(configs.__file__).parent.parent):
-        ray.init(**arguments)
+        ray.init(log_to_driver=False, logging_level="ERROR", configure_logging=True, **arguments)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's own handler would end with 15 as exit code
-
-
-def _address(config: ClusterConfig) -> str | None:
-    """Where to join, or None for a private instance. ``auto`` joins only where the environment asks for it."""
-    if config.address == "local":
-        return None
-    if config.address != "auto":
-        return config.address
-    if os.environ.get("RAY_ADDRESS"):
-        return os.environ["RAY_ADDRESS"]
-    return "auto" if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ else None
 
 
 def actor_options(name: str, *, num_cpus: float, num_gpus: float, env: dict[str, str], concurrency: int) -> dict[str, Any]:
@@ -125,9 +185,11 @@ def learner_environment(num_threads: int, *, rank: int, world_size: int, gpu: bo
     return environment if gpu else environment | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def free_port(address: str) -> int:
-    """A port of this node's ``address`` that nothing listens on now, for torch.distributed's rendezvous."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        port: int = probe.getsockname()[1]
-        return port
+def use_interface_of(address: str) -> None:
+    """Gloo and NCCL talk over the interface that carries this node's own address, unless the user chose one. Left alone, Gloo takes
+    what the hostname resolves to, which is the loopback on many machines, and NCCL the first that is up."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+            return

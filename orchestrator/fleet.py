@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from ray.exceptions import RayActorError, RayError
+
+from orchestrator.handles import Lost
 from orchestrator.stages import Address, Finished, Scored
-from rollout.engine import GroupRequest
+from rollout.engine import EngineError, GroupRequest
 from rollout.records import Prompt, Purpose, Visit
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,52 +28,113 @@ class Worker:
 
 
 class RayFleet:
-    """Deals visits to workers by how many each has outstanding, and merges their streams of finished groups."""
+    """Deals visits to workers by how many each has outstanding, and merges their streams of finished groups.
 
-    def __init__(self, workers: Sequence[Worker], request: Callable[[Visit], GroupRequest]) -> None:
-        self.workers = tuple(workers)
+    Workers come and go. Training visits of a worker that goes come out of ``next_lost``, evaluation visits are asked of the
+    others; while there is no worker at all, visits wait for the next one.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        request: Callable[[Visit], GroupRequest],
+    ) -> None:
+        self.workers = list(workers)
+        self.on_lost: Callable[[Worker, str], None] | None = (
+            None  # told of a worker whose stream ended; without it that ends the run
+        )
         self._request = request
         self._outstanding: dict[str, set[Visit]] = {worker.name: set() for worker in workers}
+        self._waiting: list[Visit] = []  # submitted while there was no worker
         self._order = asyncio.Lock()  # an actor's threads keep no order: a cancel must not overtake the submission it cancels
         self._finished: asyncio.Queue[list[Finished]] = asyncio.Queue()
+        self._lost: asyncio.Queue[Lost] = asyncio.Queue()
         self._evaluated: dict[Visit, asyncio.Future[Finished]] = {}
-        self._streams = [asyncio.create_task(self._follow(worker)) for worker in workers]
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._streams = {worker.name: asyncio.create_task(self._follow(worker)) for worker in workers}
         self.num_groups: Counter[str] = Counter()  # finished training groups by worker
+
+    # ---- workers come and go ----------------------------------------------------------------------------------------
+
+    async def add(self, worker: Worker) -> None:
+        """Visits go to this worker from now on, those that waited for one first."""
+        self.workers.append(worker)
+        self._outstanding[worker.name] = set()
+        if worker.name not in self._streams:
+            self._streams[worker.name] = asyncio.create_task(self._follow(worker))
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            await self.submit(waiting)
+
+    def remove(self, worker: Worker) -> None:
+        """No more visits for a worker that is being killed: what it gave out before is still taken, then its stream ends."""
+        if worker in self.workers:
+            self.workers.remove(worker)
+
+    async def withdraw(self, worker: Worker) -> None:
+        """No more visits for a worker in doubt, and nothing of what it has made is used. ``add`` takes it back."""
+        self.remove(worker)
+        visits = self._outstanding[worker.name]
+        self._outstanding[worker.name] = set()
+        async with self._order:
+            await _unless_gone(worker.actor.cancel.remote(list(visits)))
+        for items in [self._finished.get_nowait() for _ in range(self._finished.qsize())]:
+            if items[0].meta.worker == worker.name:
+                visits |= {item.meta.visit for item in items}
+            else:
+                self._finished.put_nowait(items)
+        self._lost.put_nowait(Lost(worker.name, tuple(sorted(visits)), "unproven"))
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the run: whoever waits for groups gets ``error``."""
+        if not self._failed.done():
+            self._failed.set_exception(error)
+
+    def close(self) -> None:
+        for stream in self._streams.values():
+            stream.cancel()
+        self._failed.cancel()
+
+    # ---- visits -----------------------------------------------------------------------------------------------------
 
     async def submit(self, visits: Sequence[Visit]) -> None:
         async with self._order:
             await self._submit(visits)
 
     async def _submit(self, visits: Sequence[Visit]) -> None:
+        if not self.workers:
+            self._waiting += visits
+            return
         requests: dict[str, list[GroupRequest]] = defaultdict(list)
         for visit in visits:
-            name = min(self._outstanding, key=lambda name: len(self._outstanding[name]))
-            self._outstanding[name].add(visit)
-            requests[name].append(self._request(visit))
-        await asyncio.gather(*(w.actor.submit.remote(requests[w.name]) for w in self.workers if requests[w.name]))
+            worker = min(self.workers, key=lambda worker: len(self._outstanding[worker.name]))
+            self._outstanding[worker.name].add(visit)
+            requests[worker.name].append(self._request(visit))
+        await asyncio.gather(*(_unless_gone(w.actor.submit.remote(requests[w.name])) for w in self.workers if requests[w.name]))
 
     async def next_finished(self) -> list[Finished]:
-        return await self._or_stream_error(asyncio.create_task(self._finished.get()))
+        return await self.or_failure(asyncio.create_task(self._finished.get()))
+
+    async def next_lost(self) -> Lost:
+        return await self._lost.get()
 
     async def evaluate(self, visits: Sequence[Visit]) -> list[Finished]:
         """The groups of evaluation visits, in the order asked. They never reach ``next_finished``."""
         loop = asyncio.get_running_loop()
         self._evaluated |= {visit: loop.create_future() for visit in visits}
         await self.submit(visits)
-        finished = await self._or_stream_error(asyncio.gather(*(self._evaluated[visit] for visit in visits)))
+        finished = await self.or_failure(asyncio.gather(*(self._evaluated[visit] for visit in visits)))
         for visit in visits:
             del self._evaluated[visit]
         return finished
 
-    async def _or_stream_error(self, wanted: asyncio.Future[list[Finished]]) -> list[Finished]:
-        """The wanted result, or what ended a worker's stream before it came."""
-        waiting: set[asyncio.Future[Any]] = {wanted, *self._streams}
+    async def or_failure(self, wanted: asyncio.Future[T]) -> T:
+        """The wanted result; raises what was given to ``fail`` before it came."""
         try:
+            waiting: set[asyncio.Future[Any]] = {wanted, self._failed}
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for stream in self._streams:
-                if stream.done():
-                    stream.result()
-                    raise RuntimeError("a rollout worker's stream of groups ended while the run goes on")
+            if self._failed.done():
+                self._failed.result()
             return wanted.result()
         finally:
             wanted.cancel()
@@ -75,38 +142,79 @@ class RayFleet:
     async def cancel(self, visits: Sequence[Visit]) -> None:
         dropped = set(visits)
         async with self._order:
-            for worker in self.workers:
+            self._waiting = [visit for visit in self._waiting if visit not in dropped]
+            for worker in list(self.workers):
                 mine = self._outstanding[worker.name] & dropped
                 if mine:
                     self._outstanding[worker.name] -= mine
-                    await worker.actor.cancel.remote(list(mine))
+                    await _unless_gone(worker.actor.cancel.remote(list(mine)))
 
-    def close(self) -> None:
-        for stream in self._streams:
-            stream.cancel()
+    # ---- the streams ------------------------------------------------------------------------------------------------
 
     async def _follow(self, worker: Worker) -> None:
+        error: Exception = EngineError(f"the stream of groups of {worker.name} ended while the run goes on")
+        try:
+            await self._take_groups(worker)
+        except RayError as reason:
+            error = reason
+        except Exception as fault:  # ours: it must not pass for a lost worker
+            self.fail(fault)
+            return
+        self.remove(worker)
+        if self.on_lost is None:
+            self.fail(error)
+            return
+        self.on_lost(worker, words(error))
+        visits, self._outstanding[worker.name] = self._outstanding[worker.name], set()
+        await self.submit(sorted(visit for visit in visits if visit.purpose is Purpose.EVAL))
+        training = tuple(sorted(visit for visit in visits if visit.purpose is Purpose.TRAIN))
+        if training:
+            self._lost.put_nowait(Lost(worker.name, training, "lost_worker"))
+
+    async def _take_groups(self, worker: Worker) -> None:
         stream = worker.actor.groups.remote().__aiter__()
-        async for reference in stream:
-            metas = await reference
-            parcel = await stream.__anext__()
+        async for parcel in stream:
+            record = await anext(stream, None)
+            if record is None:
+                await parcel  # raises what ended the stream
+                return
+            metas = await record
             finished = [Finished(meta, Address(parcel, place)) for place, meta in enumerate(metas)]
-            self._outstanding[worker.name] -= {item.meta.visit for item in finished}
-            for item in finished:
+            wanted = [item for item in finished if item.meta.visit in self._outstanding[worker.name]]  # the rest was cancelled
+            self._outstanding[worker.name] -= {item.meta.visit for item in wanted}
+            for item in wanted:
                 if item.meta.visit.purpose is Purpose.EVAL:
                     self._evaluated[item.meta.visit].set_result(item)
-            training = [item for item in finished if item.meta.visit.purpose is Purpose.TRAIN]
+            training = [item for item in wanted if item.meta.visit.purpose is Purpose.TRAIN]
             if training:
                 self.num_groups[worker.name] += len(training)
                 self._finished.put_nowait(training)
 
 
-class RayScorer:
-    """Scores parcels in the reward actor."""
+async def _unless_gone(answer: Awaitable[Any]) -> None:
+    """Awaits a worker's answer. One that is gone does not matter here: its stream ends too, and its visits come back from there."""
+    with contextlib.suppress(RayActorError, EngineError):
+        await answer
 
-    def __init__(self, actor: Any, prompts: Mapping[str, Prompt]) -> None:
-        self._actor = actor
+
+def words(error: BaseException) -> str:
+    """A worker's own message, without the remote traceback that Ray wraps round it."""
+    cause = getattr(error, "cause", None) or error
+    return f"{type(cause).__name__}: {str(cause).strip()}"
+
+
+class RayScorer:
+    """Scores parcels on the node that holds them."""
+
+    def __init__(self, pools: Mapping[str, Any], nodes: Mapping[str, str], prompts: Mapping[str, Prompt]) -> None:
+        """``pools`` are the reward actors by node, ``nodes`` the node of each worker by its name."""
+        self._pools = pools
+        self._nodes = nodes
         self._prompts = prompts
+
+    def _pool(self, worker: str) -> Any:
+        """Of the worker's node. A worker that started anew on a node without one, its own being lost, sends its text to another."""
+        return self._pools.get(self._nodes.get(worker, "")) or next(iter(self._pools.values()))
 
     async def score(self, finished: Sequence[Finished]) -> list[Scored]:
         parcels: dict[Any, list[Finished]] = defaultdict(list)
@@ -121,5 +229,5 @@ class RayScorer:
         for item in items:
             prompt = self._prompts[item.meta.visit.prompt_id]
             questions.append((item.address.place, prompt.text, prompt.answer, prompt.reward))
-        scores = await self._actor.score.remote(parcel, questions)
+        scores = await self._pool(items[0].meta.worker).score.remote(parcel, questions)
         return [Scored(item.meta, item.address, score) for item, score in zip(items, scores, strict=True)]

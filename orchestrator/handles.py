@@ -22,6 +22,15 @@ class StepReport:
     moved: bool  # some optimizer step changed the weights
 
 
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Visits whose groups a worker will not give."""
+
+    worker: str
+    visits: tuple[Visit, ...]
+    reason: str  # lost_worker, or unproven: then nothing is trained that the worker made before
+
+
 class Fleet(Protocol):
     """All rollout workers as one."""
 
@@ -30,6 +39,9 @@ class Fleet(Protocol):
 
     async def next_finished(self) -> list[Finished]:
         """Training groups as they finish, at least one."""
+
+    async def next_lost(self) -> Lost:
+        """The visits of a worker that was lost, or is no longer trusted."""
 
     async def cancel(self, visits: Sequence[Visit]) -> None:
         """Stops generating them; their groups do not come back."""
@@ -49,8 +61,11 @@ class LearnerHandle(Protocol):
 
 
 class Pusher(Protocol):
-    async def push(self, version: int) -> dict[str, float]:
-        """The learner's weights on every engine as ``version``, every byte checked. Returns metrics."""
+    async def hold(self) -> None:
+        """Before the weights change: returns once no new worker is being proven, and lets none begin until the next push."""
+
+    async def push(self, version: int, report: StepReport) -> dict[str, float]:
+        """The learner's weights, to which ``report`` led, on every engine as ``version``, proven. Returns metrics."""
 
 
 class Observer(Protocol):

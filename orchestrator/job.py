@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -11,16 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ray.exceptions import RayError
+import ray
+from ray.exceptions import RayError, RayTaskError
 
+from configs.compose import dump_config
+from configs.errors import ConfigError
 from configs.functions import resolve_function
 from configs.schema import Config
 from learner.selection import SELECTIONS, Decision
 from orchestrator import material
-from orchestrator.checkpoint import Checkpoint, write_checkpoint
+from orchestrator.checkpoint import GROUPS, Checkpoint, Checkpoints, SaveFailed
 from orchestrator.console import View, evaluation_lines, make_view
 from orchestrator.evaluation import Evaluation, choose_prompts, evaluate
-from orchestrator.fleet import RayFleet, RayScorer
+from orchestrator.fleet import RayFleet, RayScorer, Worker
+from orchestrator.groups import held_groups, read_state, state_json, state_rows
 from orchestrator.handles import LearnerHandle, Scorer, StepReport
 from orchestrator.launch import Launcher, close_actors
 from orchestrator.ledger import Ledger, Length
@@ -31,8 +36,10 @@ from orchestrator.push import RayPusher
 from orchestrator.ranks import RayLearner
 from orchestrator.recorder import Recorder
 from orchestrator.run_folder import write_json
-from orchestrator.stages import Batch, Finished, Scored, StepOutcome
+from orchestrator.shared_folder import prove_shared
+from orchestrator.stages import Batch, Finished, LoopState, Scored, StepOutcome
 from orchestrator.waits import DeadlinePassed, LoopLag, Waits
+from orchestrator.workers import Crew
 from rollout.records import Purpose, Score, sampling_seed
 from rollout.sources import DataError
 
@@ -67,13 +74,16 @@ class Job:
             max_visits=self._length.visits(epochs) if epochs is not None else None,
         )
         if resumed:
+            _check_kind(config, resumed)
             self._ledger.restore(resumed.state["ledger"])
+        self._checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
         self._recorder = Recorder(
             folder, config.log, stuff.by_id, incarnation=self._incarnation, record=config.rollout.record, seed=config.seed
         )
         self._held_out = {prompt.id: prompt for prompt in choose_prompts(stuff.prompts.held_out, config.evaluation)}
         self._seconds: dict[str, float] = defaultdict(float)
         self._saved_step: int | None = resumed.step if resumed else None
+        self._save_failed = False  # the last time
         self._step, self._version = state["step"], state["version"]
         self._first_step = self._step
         self._evaluations: dict[int, Evaluation] = {}
@@ -93,16 +103,20 @@ class Job:
         self.view.stage("starting actors")
         self.view.line(f"starting the actors and their models (deadline {self.config.deadlines.start_s:g} s)")
         config, started = self.config, time.monotonic()
-        launcher = Launcher(config, self._material)
+        self._launcher = launcher = Launcher(config, self._material)
         self.view.line(f"threads: {launcher.threads}")
-        workers = [launcher.rollout_worker(i) for i in range(config.rollout.num_workers)]
-        ranks, rewards = launcher.ranks(), launcher.rewards()
+        await self._start_wait(launcher.reserve(with_ranks=True), "Ray", "places of the actors")
+        workers = [self._make_worker(slot, 0) for slot in range(config.rollout.num_workers)]
+        ranks, pools = launcher.ranks(), launcher.rewards()
         self._learner = RayLearner(ranks)
-        self._actors = [*(worker.actor for worker in workers), *ranks, rewards]
+        self._actors += [*ranks, *pools.values()]
         total = self.num_steps * config.batch.num_mini_batches * config.batch.num_passes
         await self._start_wait(launcher.start_ranks(ranks, total_optimizer_steps=total), "learner", "start")
+        proof = prove_shared(self._checkpoints.folder, self._learner.see_folder)
+        await self._start_wait(proof, "learner", "a look into the checkpoint folder")
         facts = await self._start_wait(asyncio.gather(*(actor.facts.remote() for actor in self._actors)), "actors", "start")
-        self._recorder.event("started", actors=facts, threads=str(launcher.threads))
+        address = ray.get_runtime_context().gcs_address
+        self._recorder.event("started", ray=address, actors=facts, threads=str(launcher.threads))
         slow = [fact["pid"] for fact in facts if fact["niceness"] > 0]
         if slow:
             self.view.line(
@@ -110,27 +124,36 @@ class Job:
                 "many times over; start the cluster with RAY_worker_niceness=0 in its environment"
             )
         if self._resumed:
-            await self._start_wait(self._learner.load(str(self._resumed.learner)), "learner", "load")
-        self._fleet = RayFleet(workers, material.request_maker(config, self._material))
-        self._scorer: Scorer = RayScorer(rewards, self._material.by_id)
+            await self._start_wait(self._learner.load(self._resumed.learner), "learner", "load")
+        self._fleet = RayFleet([], material.request_maker(config, self._material))
+        self._crew = Crew(self._fleet, self._make_worker, self._waits, config.deadlines, self.event)
+        self._scorer: Scorer = RayScorer(pools, launcher.nodes, self._material.by_id)
         if config.shuffle_rewards:
             self._scorer = ShufflingScorer(self._scorer, config.seed)
         self._pusher = RayPusher(
             self._learner,
-            workers,
+            self._crew,
+            self._waits,
+            config.deadlines,
+            self.event,
             dtype=config.model.dtype,
             temperature=config.rollout.temperature,
             rows=material.proof_rows(config, self._material),
         )
         self.view.stage("first push")
+        await self._start_wait(self._crew.start(workers), "rollout workers", "start")
         await self._start_wait(self._pusher.push(self._version), "push", f"version {self._version}")
-        for agreement in await self._start_wait(self._pusher.prove(), "push", "proof"):
-            self._recorder.event("proven", **{name: getattr(agreement, name) for name in agreement.__slots__})
         self._seconds["start"] = time.monotonic() - started
+
+    def _make_worker(self, slot: int, number: int) -> Worker:
+        worker = self._launcher.rollout_worker(slot, replacement=number)
+        self._actors.append(worker.actor)
+        return worker
 
     async def close(self) -> None:
         """Ends the actors, each within its deadline, and the files."""
-        if hasattr(self, "_fleet"):
+        if hasattr(self, "_crew"):
+            self._crew.close()
             self._fleet.close()
         await close_actors(self._actors, self._waits, self.config.deadlines.close_s)
         self._recorder.close()
@@ -161,12 +184,15 @@ class Job:
             self._waits,
             step=self._step,
             version=self._version,
+            state=await asyncio.to_thread(_loop_state, self._resumed) if self._resumed else None,
         )
         self._loop = loop
         self._lag = LoopLag()
         try:
             reason = await loop.run()
             await self._save()
+        except SaveFailed:
+            raise
         except Exception:
             if loop.between_steps:
                 await self._save_or_tell()
@@ -210,12 +236,12 @@ class Job:
         every = self.config.evaluation.every
         if every and step % every == 0 and step < self.num_steps and self._held_out:
             metrics |= (await self._evaluate(f"step {step}")).metrics()
-        self._recorder.metrics(step, self._version, metrics)
+        self._recorder.metrics(step, self._version, self._pusher.digest, metrics)
         self._warn(step, metrics)
         self.view.step(step, metrics)
         self.view.stage("generate")
         if self.config.checkpoint.every and step % self.config.checkpoint.every == 0:
-            await self._save()
+            await self._save_or_go_on()
 
     def event(self, name: str, **fields: object) -> None:
         self._recorder.event(name, **fields)
@@ -244,6 +270,8 @@ class Job:
             self.config.deadlines.evaluate_s,
         )
         self._evaluations[self._version] = evaluation
+        if self._saved_step == self._step:
+            await self._checkpoints.note(self._step, evaluation.pass_at_1)
         self._seconds["evaluate"] += time.monotonic() - started
         self._recorder.event("evaluated", title=title, **evaluation.as_json())
         for line in evaluation_lines(title, before, evaluation):
@@ -251,41 +279,63 @@ class Job:
         return evaluation
 
     async def _save(self) -> None:
-        """A checkpoint of the last whole step; nothing where it is saved already or nothing was trained."""
-        step = self._step
-        if step in (0, self._saved_step):
+        """A checkpoint of the last whole step; nothing where it is saved already or nothing was trained. Raises SaveFailed."""
+        step, loop = self._step, self._loop
+        if step in (0, self._saved_step) or loop is None:
             return
         self.view.stage("checkpoint")
         started = time.monotonic()
-        before = self._evaluations.get(0)
+        before, held = self._evaluations.get(0), loop.state()
         state = {
             "step": step,
             "version": self._version,
             "incarnation": self._incarnation,
-            "ledger": self._ledger.state(),
+            "ledger": self._ledger.state(),  # of the same moment as the loop's: groups come in while it is written
+            "loop": state_json(held),
+            "made_with": _kind(self.config),
             "evaluation_before": before.as_json() if before else None,
             "seconds_by_stage": dict(self._seconds),
         }
-        self.checkpoint = await self._wait(
-            write_checkpoint(self.folder / "checkpoints", state, self._save_learner, keep_last=self.config.checkpoint.keep_last),
-            "learner",
-            f"checkpoint of step {step}",
-            self.config.deadlines.checkpoint_s,
-        )
+        name, deadline_s = f"checkpoint of step {step}", self.config.deadlines.checkpoint_s
+        try:
+            self.checkpoint = await self._wait(self._write(state, held), "learner", name, deadline_s)
+        except (DeadlinePassed, RayError, OSError) as error:
+            stands = f"{self.checkpoint.name} stands" if self.checkpoint else "there is none before it"
+            cause = getattr(error, "cause", None) or error
+            raise SaveFailed(f"the {name} could not be written ({type(cause).__name__}: {cause}); {stands}") from error
         self._saved_step = step
         self._seconds["checkpoint"] += time.monotonic() - started
         self._recorder.event("checkpoint", step=step, folder=self.checkpoint.name)
+
+    async def _write(self, state: dict[str, Any], held: LoopState) -> Path:
+        groups = {
+            order: (await item.scored.address.parcel)[item.scored.address.place] for order, item in held_groups(held).items()
+        }
+        lines = await asyncio.to_thread(lambda: "".join(json.dumps(row) + "\n" for row in state_rows(held, groups)))
+        texts = {GROUPS: lines, "config.yaml": dump_config(self.config, redact=True)}
+        evaluation = self._evaluations.get(state["version"])
+        return await self._checkpoints.write(
+            state, texts, self._learner.save, pass_at_1=evaluation.pass_at_1 if evaluation else None
+        )
+
+    async def _save_or_go_on(self) -> None:
+        """A disk may be full for a while: one save that fails is told, a second one in a row ends the run."""
+        try:
+            await self._save()
+            self._save_failed = False
+        except SaveFailed as error:
+            if self._save_failed or not isinstance(error.__cause__, (OSError, RayTaskError)):
+                raise
+            self._save_failed = True
+            self.event("checkpoint_failed", step=self._step, message=str(error))
+            self.view.line(f"warning: {error}; the run goes on and stops if the next one fails too")
 
     async def _save_or_tell(self) -> None:
         """Saves a run that is failing; a second failure must not hide the first."""
         try:
             await self._save()
-        except (DeadlinePassed, RayError, OSError) as error:
+        except SaveFailed as error:
             self.event("checkpoint_failed", step=self._step, message=str(error))
-
-    async def _save_learner(self, learner_folder: Path, model_folder: Path) -> None:
-        await self._learner.save(str(learner_folder))
-        await self._learner.export(str(model_folder))
 
     async def _start_wait(self, awaitable: Any, owner: str, name: str) -> Any:
         return await self._wait(awaitable, owner, name, self.config.deadlines.start_s)
@@ -298,6 +348,7 @@ class Job:
     def summarize(self, reason: str) -> None:
         """Writes summary.json and says how the run went, and what to type next."""
         before, after = self._evaluations.get(0), self._evaluations.get(self._version)
+        best = self._checkpoints.best()
         write_json(
             self.folder / "summary.json",
             {
@@ -313,6 +364,7 @@ class Job:
                 "num_groups_by_worker": dict(self._fleet.num_groups) if hasattr(self, "_fleet") else {},
                 "visits": dict(self._ledger.counts),
                 "checkpoint": self.checkpoint.name if self.checkpoint else None,
+                "best_checkpoint": best.name if best else None,
             },
         )
         total = sum(self._seconds.values()) or 1.0
@@ -324,6 +376,22 @@ class Job:
             self.view.line(f"next: limen sample checkpoint_dir={self.checkpoint}")
             self.view.line(f"      limen eval checkpoint_dir={self.checkpoint}")
             self.view.line(f"      limen train resume={self.folder} steps={self.num_steps + max(1, self.num_steps // 2)}")
+
+
+def _kind(config: Config) -> dict[str, str]:
+    """What a learner's saved state depends on, whatever the number of ranks and the ZeRO stage."""
+    return {"model.dtype": config.model.dtype.value, "learner.optimizer.name": config.learner.optimizer.name.value}
+
+
+def _check_kind(config: Config, resumed: Checkpoint) -> None:
+    for key, value in _kind(config).items():
+        saved = resumed.state["made_with"][key]
+        if saved != value:
+            raise ConfigError(f"resume={config.resume}: {key}={value}, but the run was saved with {saved}; {key}={saved} works")
+
+
+def _loop_state(resumed: Checkpoint) -> LoopState:
+    return read_state(resumed.state["loop"], resumed.group_rows(), ray.put)
 
 
 class ShufflingScorer:

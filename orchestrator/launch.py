@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,66 +16,97 @@ from orchestrator import cluster, material
 from orchestrator.actors import LearnerActor, RewardActor, RolloutActor
 from orchestrator.fleet import Worker
 from orchestrator.material import Material
+from orchestrator.placement import Bundle, Reservation, reserve
 from orchestrator.threads import thread_budget, usable_cpus
 from orchestrator.waits import DeadlinePassed, Waits
 from rollout.engine import engine_environment
+from rollout.transports import MEETS
 
 LEARNER_MODULE = "learner.learner"
 
 
 class Launcher:
-    """Makes the actors of one run; they start by themselves, and whoever needs one waits for it."""
+    """Makes the actors of one run; they start by themselves, and whoever needs one waits for it. ``reserve`` comes first."""
 
     def __init__(self, config: Config, stuff: Material) -> None:
         self._config = config
         self._material = stuff
         self._gpu = stuff.num_gpus > 0
         self.threads = thread_budget(config, usable_cpus(), stuff.num_parameters)
+        self._places: dict[str, Reservation] = {}
+        self.nodes: dict[str, str] = {}  # of each worker, by its name: where its groups lie
+
+    async def reserve(self, *, with_ranks: bool) -> None:
+        """Reserves all devices of the run. Raises RunStopped where Ray has no place.
+
+        Workers are spread over the nodes, ranks are packed on few, where they talk fast. On GPUs the ranks choose first, so that they
+        get whole nodes; on CPUs last, so that every node with workers has room for its verifiers.
+        """
+        config, devices = self._config, self._config.rollout.tensor_parallel_size
+        ranks = functools.partial(reserve, "the learner ranks", [self._bundle(1)] * config.learner.num_ranks, "PACK")
+        if with_ranks and self._gpu:
+            self._places["ranks"] = await ranks()
+        engines = [self._bundle(devices)] * config.rollout.num_workers
+        self._places["workers"] = await reserve("the rollout workers", engines, "SPREAD")
+        nodes = sorted(set(self._places["workers"].nodes()))
+        pools = [{"CPU": float(config.reward.num_workers)}] * len(nodes)
+        self._places["rewards"] = await reserve("the verifiers", pools, "SPREAD", nodes=nodes)
+        if with_ranks and not self._gpu:
+            self._places["ranks"] = await ranks()
+
+    def _bundle(self, devices: int) -> Bundle:
+        return {"CPU": float(devices), "GPU": float(devices)} if self._gpu else {"CPU": float(devices)}
 
     def rollout_worker(self, number: int, *, replacement: int = 0, model_path: str | None = None) -> Worker:
-        """A worker whose engine starts from random weights, or from those at ``model_path``. ``replacement`` counts those before it."""
+        """A worker whose engine starts from random weights, or from those at ``model_path``. ``replacement`` counts those before it:
+        it takes their place, once they have left it."""
         name = f"rollout-{number}" + (f".{replacement}" if replacement else "")
         load_format = "dummy" if model_path is None else "auto"
         path = model_path or self._material.model_path
         spec = material.engine_spec(self._config, self._material, name=name, model_path=path, load_format=load_format)
-        devices = self._config.rollout.tensor_parallel_size
+        places = self._places["workers"]
         options = cluster.actor_options(
             name,
-            num_cpus=devices,
-            num_gpus=devices if self._gpu else 0,
+            **places.asks(number),
             env=engine_environment(num_threads=self.threads.engine),
             concurrency=8,  # the stream of groups, a push, a score and health must not wait for one another
         )
+        self.nodes[name] = places.nodes()[number]
         module = material.ENGINE_MODULES[self._config.rollout.engine.value]
-        return Worker(name, ray.remote(RolloutActor).options(**options).remote(module, spec))
+        actor = ray.remote(RolloutActor).options(**options, **places.at(number))
+        return Worker(name, actor.remote(module, spec, self._config.rollout.transport.value))
 
     def ranks(self) -> list[Any]:
         """The learner's ranks, without a learner yet: see ``start_ranks``."""
-        world_size = self._config.learner.num_ranks
-        actors = []
+        world_size, places, actors = self._config.learner.num_ranks, self._places["ranks"], []
         for rank in range(world_size):
             options = cluster.actor_options(
                 f"learner-{rank}",
-                num_cpus=1,
-                num_gpus=1 if self._gpu else 0,
+                **places.asks(rank),
                 env=cluster.learner_environment(self.threads.learner, rank=rank, world_size=world_size, gpu=self._gpu),
-                concurrency=1,
+                concurrency=2 if self._config.rollout.transport.value in MEETS else 1,  # an abort must not wait for what it ends
             )
-            actors.append(ray.remote(LearnerActor).options(**options).remote(rank, world_size))
+            actor = ray.remote(LearnerActor).options(**options, **places.at(rank))
+            actors.append(actor.remote(rank, world_size))
         return actors
 
     async def start_ranks(self, ranks: Sequence[Any], *, total_optimizer_steps: int) -> None:
         """Makes the learners, which meet at an address of rank 0's choosing."""
         spec = material.learner_spec(self._config, self._material, total_optimizer_steps=total_optimizer_steps)
         address, port = await ranks[0].rendezvous.remote()
-        await asyncio.gather(*(rank.start.remote(LEARNER_MODULE, spec, address, port) for rank in ranks))
+        transport = self._config.rollout.transport.value
+        await asyncio.gather(*(rank.start.remote(LEARNER_MODULE, spec, address, port, transport) for rank in ranks))
 
-    def rewards(self) -> Any:
-        """The reward pool. It holds one CPU a verifier process in Ray's books."""
-        options = cluster.actor_options(
-            "rewards", num_cpus=self._config.reward.num_workers, num_gpus=0, env={"OMP_NUM_THREADS": "1"}, concurrency=8
-        )
-        return ray.remote(RewardActor).options(**options).remote(self._config.reward)
+    def rewards(self) -> dict[str, Any]:
+        """A reward pool on every node that has rollout workers, by the node's id: text is scored where it lies. It holds one CPU a
+        verifier process in Ray's books."""
+        places, pools = self._places["rewards"], {}
+        for place, node in enumerate(places.nodes()):
+            env = {"OMP_NUM_THREADS": "1"}
+            options = cluster.actor_options(f"rewards-{place}", **places.asks(place), env=env, concurrency=8)
+            actor = ray.remote(RewardActor).options(**options, **places.at(place))
+            pools[node] = actor.remote(self._config.reward)
+        return pools
 
 
 async def close_actors(actors: Sequence[Any], waits: Waits, deadline_s: float) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -169,14 +169,16 @@ class Ledger:
         return pick
 
     def state(self) -> dict[str, Any]:
-        """Everything a resumed run needs, as JSON. Open visits are queued again: their groups are not in a checkpoint."""
-        num_kept = sum(state is State.KEPT for _, state in self._open.values())
-        again = sorted([*self._again, *(pick for pick, _ in self._open.values())], key=lambda pick: pick.order)
+        """Everything a resumed run needs, as JSON. Kept visits stay open: a checkpoint carries their groups. Those in flight are
+        queued again."""
+        in_flight = [pick for pick, state in self._open.values() if state is State.PICKED]
+        kept = [pick for pick, state in self._open.values() if state is State.KEPT]
         return {
             "num_picks": self._num_picks,
             "num_visits": dict(self._num_visits),
-            "again": [[pick.order, pick.visit.prompt_id, pick.visit.number] for pick in again],
-            "counts": dict(self.counts - Counter(kept=num_kept)),
+            "again": _rows([*self._again, *in_flight]),
+            "kept": _rows(kept),
+            "counts": dict(self.counts),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -189,6 +191,14 @@ class Ledger:
             )
         self._num_picks = state["num_picks"]
         self._num_visits = Counter(state["num_visits"])
-        self._again = [Pick(order, Visit(prompt_id, number, Purpose.TRAIN)) for order, prompt_id, number in state["again"]]
-        self._open = {}
+        self._again = _picks(state["again"])
+        self._open = {pick.visit: (pick, State.KEPT) for pick in _picks(state["kept"])}
         self.counts = Counter(state["counts"])
+
+
+def _rows(picks: Iterable[Pick]) -> list[list[Any]]:
+    return [[pick.order, pick.visit.prompt_id, pick.visit.number] for pick in sorted(picks, key=lambda pick: pick.order)]
+
+
+def _picks(rows: Iterable[Sequence[Any]]) -> list[Pick]:
+    return [Pick(order, Visit(prompt_id, number, Purpose.TRAIN)) for order, prompt_id, number in rows]

@@ -9,7 +9,7 @@
 | select  | scored group       | kept, or dropped with a reason   | nothing (pure)                   | -                        |
 | prepare | a full batch       | log-probabilities, advantages    | a forward of the learner         | learner ranks            |
 | train   | a prepared batch   | metrics; changed weights         | optimizer steps                  | learner ranks            |
-| push    | changed weights    | engines at the new version       | every engine, with a deadline    | engines                  |
+| push    | changed weights    | engines at the new version       | every engine, with a deadline    | engines; a lost one is replaced |
 
 A visit is *open* from its pick until it is dropped, or until the step that trained it has its version proven. Never more than
 ``(max_lag + oversample) * groups_per_step`` are open, so at ``max_lag: 0`` nothing is generated between a full batch and the
@@ -28,10 +28,10 @@ from typing import NamedTuple
 from configs.schema import DeadlinesConfig, WhenShort
 from learner.selection import Decision
 from orchestrator.errors import RunStopped
-from orchestrator.handles import Fleet, LearnerHandle, Observer, Pusher, Scorer
+from orchestrator.handles import Fleet, LearnerHandle, Lost, Observer, Pusher, Scorer
 from orchestrator.ledger import Ledger, Pick
 from orchestrator.metrics import pass_rate_histogram, status_counts
-from orchestrator.stages import Batch, Finished, Kept, Scored, StepOutcome
+from orchestrator.stages import Batch, Finished, Judged, Kept, LoopState, Scored, StepOutcome
 from orchestrator.waits import Waits
 from rollout.records import GroupMeta, Score, Status, Visit
 
@@ -73,7 +73,9 @@ class Loop:
         *,
         step: int,
         version: int,
+        state: LoopState | None = None,
     ) -> None:
+        """``state`` is what ``state()`` gave where a run is resumed; the ledger then knows the same kept groups."""
         self._settings = settings
         self._ledger = ledger
         self._fleet, self._scorer, self._learner, self._pusher, self._observer = handles
@@ -84,10 +86,33 @@ class Loop:
         self.between_steps = True  # the learner's weights are those of ``version``
         self._running: dict[Visit, Asked] = {}  # asked of an engine, or being scored
         self._buffer: dict[int, Kept] = {}  # kept groups by pick order
+        self._num_doubts: Counter[str] = Counter()  # how often a worker was found unproven, by its name
         self._progress = asyncio.Event()  # a group was kept or dropped, or the run is to stop
         self._stopping = False
         self._filling = False
+        self._in_hand: list[Kept] = []  # the batch, from when it is full until it is trained and its version proven
         self._begin_step()
+        if state is not None:
+            self._take_up(state)
+        if ledger.num_open != len(self._buffer):
+            raise ValueError(f"{ledger.num_open} visits are open at the start, but {len(self._buffer)} groups are at hand")
+
+    def state(self) -> LoopState:
+        """What it has in hand now, for a checkpoint; the ledger's state at the same moment belongs to it."""
+        return LoopState(
+            waiting=(*self._in_hand, *self._buffer.values()),
+            judged=tuple(self._judged.values()),
+            dropped=dict(self._dropped),
+            num_picked=self._num_picked - len(self._running),
+            budget=self._budget,
+        )
+
+    def _take_up(self, state: LoopState) -> None:
+        self._buffer = {kept.pick.order: kept for kept in state.waiting}
+        self._judged |= {judged.pick.order: judged for judged in state.judged}
+        self._dropped.update(state.dropped)
+        self._num_picked = state.num_picked
+        self._budget = state.budget
 
     def stop(self) -> None:
         """Ends the run at the next moment at which it stands on whole steps."""
@@ -130,7 +155,7 @@ class Loop:
         self._num_picked = 0
         self._budget = self._ledger.step_budget()
         self._dropped: Counter[str] = Counter()
-        self._judged: dict[int, tuple[Pick, Scored, str | None]] = {}  # by pick order: the reason of a drop, None where kept
+        self._judged: dict[int, Judged] = {}  # by pick order
 
     # ---- produce ----------------------------------------------------------------------------------------------------
 
@@ -144,13 +169,19 @@ class Loop:
         return max(0, min(bound - self._ledger.num_open, left))
 
     async def _produce(self) -> None:
+        await self._submit(self._pick())
+
+    def _pick(self) -> list[Visit]:
         if self._stopping or (self._settings.max_lag == 0 and not self._filling):
-            return  # at lag 0 nothing is asked from a full batch until its version is proven
+            return []  # at lag 0 nothing is asked from a full batch until its version is proven
         picks = self._ledger.pick(self._room())
         self._num_picked += len(picks)
         self._running |= {pick.visit: Asked(pick, self.version) for pick in picks}
-        if picks:
-            await self._engines(self._fleet.submit([pick.visit for pick in picks]), "taking new visits")
+        return [pick.visit for pick in picks]
+
+    async def _submit(self, visits: list[Visit]) -> None:
+        if visits:
+            await self._engines(self._fleet.submit(visits), "taking new visits")
 
     async def _engines(self, call: Awaitable[None], name: str) -> None:
         await self._waits.wait(call, owner="rollout workers", name=name, deadline_s=self._settings.deadlines.generate_s)
@@ -158,10 +189,36 @@ class Loop:
     # ---- score, select ----------------------------------------------------------------------------------------------
 
     async def _collect(self) -> None:
-        async with asyncio.TaskGroup() as scoring:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._collect_lost(tasks))
             while True:
                 finished = await self._fleet.next_finished()
-                scoring.create_task(self._score(finished))
+                tasks.create_task(self._score(finished))
+
+    async def _collect_lost(self, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            self._give_back(await self._fleet.next_lost())
+            visits = self._pick()  # at once: a batch may not close over a visit that is not running
+            tasks.create_task(self._submit(visits))
+            self._progress.set()
+
+    def _give_back(self, lost: Lost) -> None:
+        """The worker's visits are asked again under their numbers; of an unproven one also what waits to be trained."""
+        picks = [self._running.pop(visit).pick for visit in lost.visits if visit in self._running]
+        if lost.reason == "unproven":
+            self._num_doubts[lost.worker] += 1
+            doubtful = [kept.pick for kept in self._buffer.values() if kept.scored.meta.worker == lost.worker]
+            for pick in doubtful:
+                del self._buffer[pick.order]
+                self._judged.pop(pick.order, None)  # not there where an earlier step judged it
+            picks += doubtful
+        for pick in picks:
+            self._ask_again(pick, lost.reason)
+        self._observer.event("visits_lost", worker=lost.worker, reason=lost.reason, num_visits=len(picks))
+
+    def _ask_again(self, pick: Pick, reason: str) -> None:
+        self._ledger.requeue(pick.visit, reason)
+        self._num_picked -= 1  # it is no new visit of the step
 
     async def _score(self, finished: Sequence[Finished]) -> None:
         wanted = [item for item in finished if self._wants(item.meta)]  # the rest was cancelled
@@ -170,9 +227,11 @@ class Loop:
         # The pool serves every parcel under way, and each completion may take its whole time limit before its status says so.
         queued = sum(len(item.meta.num_tokens) for item in finished) * max(1, len(self._running))
         deadline_s = self._settings.deadlines.score_s + queued * self._settings.verifier_s
+        worker = wanted[0].meta.worker  # of all of them
+        num_doubts = self._num_doubts[worker]
         scored = await self._waits.wait(self._scorer.score(wanted), owner="reward pool", name="scores", deadline_s=deadline_s)
         for item in scored:
-            self._settle(item)
+            self._settle(item, proven=self._num_doubts[worker] == num_doubts)
         await self._produce()
         self._progress.set()
 
@@ -180,12 +239,15 @@ class Loop:
         asked = self._running.get(meta.visit)
         return asked is not None and asked.answered_by(meta)
 
-    def _settle(self, scored: Scored) -> None:
+    def _settle(self, scored: Scored, *, proven: bool) -> None:
         if not self._wants(scored.meta):
             return
         pick = self._running.pop(scored.meta.visit).pick
+        if not proven:
+            self._ask_again(pick, "unproven")
+            return
         decision = self._select(scored.scores)
-        self._judged[pick.order] = (pick, scored, decision.reason)
+        self._judged[pick.order] = Judged(pick, scored, decision.reason)
         if decision.reason is not None:
             self._drop(pick, decision.reason)
         else:
@@ -240,6 +302,7 @@ class Loop:
 
     async def _take(self, groups: list[Kept]) -> list[Kept]:
         self._check_verifiers()
+        self._in_hand = groups
         for kept in groups:
             del self._buffer[kept.pick.order]
         if self._settings.max_lag == 0:
@@ -259,17 +322,17 @@ class Loop:
         last = groups[-1].pick.order if len(groups) == self._settings.groups_per_step else max(self._judged, default=0)
         beyond = [order for order in self._judged if order > last]
         for order in beyond:
-            pick, _, reason = self._judged.pop(order)
-            if reason is not None:
-                self._ledger.take_back(pick, reason)
-                self._dropped[reason] -= 1
-                surplus.append(pick)
+            judged = self._judged.pop(order)
+            if judged.reason is not None:
+                self._ledger.take_back(judged.pick, judged.reason)
+                self._dropped[judged.reason] -= 1
+                surplus.append(judged.pick)
         self._dropped["surplus"] += len(surplus)
         self._dropped += Counter()  # drops reasons that came to nothing
 
     @property
     def _seen(self) -> list[Scored]:
-        return [scored for _, (_, scored, _) in sorted(self._judged.items(), key=lambda item: item[0])]
+        return [judged.scored for _, judged in sorted(self._judged.items())]
 
     def _drop_late(self) -> None:
         limit = self._settings.max_token_lag
@@ -325,16 +388,21 @@ class Loop:
             self._learner.prepare(batch), owner="learner", name=f"prepare step {batch.step}", deadline_s=deadlines.prepare_s
         )
         middle = time.monotonic()
+        await self._waits.wait(self._pusher.hold(), owner="push", name="new workers to be proven", deadline_s=deadlines.start_s)
         self.between_steps = False
         report = await self._waits.wait(
             self._learner.train(), owner="learner", name=f"train step {batch.step}", deadline_s=deadlines.train_s
         )
         end = time.monotonic()
         pushed = await self._waits.wait(
-            self._pusher.push(self.version + 1), owner="push", name=f"version {self.version + 1}", deadline_s=deadlines.push_s
+            self._pusher.push(self.version + 1, report),
+            owner="push",
+            name=f"version {self.version + 1}",
+            deadline_s=deadlines.push_s + deadlines.start_s,  # where no engine is left, it starts one
         )
         self.version += 1
         self._ledger.train([kept.pick.visit for kept in batch.groups])
+        self._in_hand = []
         times = {
             "time/prepare_s": middle - start,
             "time/train_s": end - middle,

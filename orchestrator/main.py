@@ -29,6 +29,7 @@ class Verb:
     detail: str
     function: str
     takes_config: bool = True
+    checks_functions: bool = True  # the functions it chooses: that imports torch, which a verb without them can spare
 
 
 VERBS = {
@@ -54,6 +55,14 @@ VERBS = {
         "Prints completions of `checkpoint_dir`, or of the base model without one, for `sample.prompts`, else for held-out prompts.",
         "orchestrator.commands:sample",
     ),
+    "plan": Verb(
+        "what a run takes, worked out before it starts",
+        "Prints placement, batch arithmetic, memory by role and device, bytes and seconds of a push, staleness and threads, for this\n"
+        "machine or the machines of the `plan` keys (`plan.num_gpus=16`). Refuses what cannot fit and names the smallest change that\n"
+        "does. Starts nothing and is offline. Where the counts of workers and ranks are all 1 and there are GPUs, it proposes them.",
+        "orchestrator.plan:plan",
+        checks_functions=False,
+    ),
     "doctor": Verb(
         "check this machine and its versions",
         "Checks Python, the versions of the packages and whether they load, the machine's limits, the compiler and the GPU, and names\n"
@@ -75,6 +84,7 @@ EXIT_CODES = """exit codes: 0 done; 2 bad configuration or input; 3 the run stop
 EXAMPLES = """examples:
   limen train
   limen train model=pretrained model.path=FOLDER data=jsonl data.sources.main.path=FILE.jsonl
+  limen plan model=qwen3_8b plan.num_gpus=8
   limen eval checkpoint_dir=RUN_DIR evaluation.num_samples=8
 """
 
@@ -149,7 +159,8 @@ def _run(call: Call) -> int:
     if call.print_config:
         print(dump_config(config, redact=True), end="")
         return 0
-    resolve_name("orchestrator.choices:check_functions")(config)
+    if verb.checks_functions:
+        resolve_name("orchestrator.choices:check_functions")(config)
     return int(resolve_name(verb.function)(config))
 
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from configs.errors import ConfigError
-from configs.schema import Config, RolloutConfig, Seeds
+from configs.schema import Config, RolloutConfig, Seeds, Transport
 from learner.warm_start import base_model_path
 from rollout.engine import GroupRequest, OnSwap, Sampling
 from rollout.prompts import PromptSet, load_prompts, render
@@ -40,6 +40,12 @@ class Material:
 def gather_material(config: Config, say: Callable[[str], None]) -> Material:
     """Builds or finds the base model and loads the prompts. Raises DataError, ConfigError, ModelError."""
     quiet_libraries()
+    num_gpus = torch.cuda.device_count()  # seen by this process
+    if config.rollout.transport is not Transport.local and num_gpus == 0:
+        raise ConfigError(
+            f"rollout.transport={config.rollout.transport.value} moves bytes between GPUs, and this machine has none; "
+            "rollout.transport=local works"
+        )
     path = str(base_model_path(config.model, progress=say))
     tokenizer = load_tokenizer(path, config.model.trust_remote_code)
     _check_length(config, path)
@@ -51,7 +57,7 @@ def gather_material(config: Config, say: Callable[[str], None]) -> Material:
         prompts=prompts,
         by_id={prompt.id: prompt for prompt in (*prompts.train, *prompts.held_out, *asked)},
         num_parameters=count_parameters(path, trust_remote_code=config.model.trust_remote_code),
-        num_gpus=torch.cuda.device_count(),
+        num_gpus=num_gpus,
     )
 
 

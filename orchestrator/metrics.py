@@ -46,7 +46,7 @@ def step_metrics(outcome: StepOutcome, prompts: Mapping[str, Prompt]) -> dict[st
         }
         metrics |= {f"group/pass_hist_{i}": n for i, n in enumerate(_histogram(rates))}
     metrics |= {f"pass_rate/{stratum}": rate for stratum, rate in pass_rates_by_stratum(seen, prompts).items()}
-    metrics |= {f"drop/{reason}": n for reason, n in sorted(outcome.dropped.items())}
+    metrics |= {_drop_name(reason): n for reason, n in sorted(outcome.dropped.items())}
     statuses = status_counts(seen)
     metrics |= {f"verifier/{status}": statuses[status] for status in Status}
     if batch.groups:
@@ -59,6 +59,11 @@ def num_with_signal(outcome: StepOutcome) -> int:
     """Groups of this step that selection kept, whether or not this batch took them."""
     by_selection = {reason: n for reason, n in outcome.dropped.items() if reason not in LOOP_REASONS}
     return len(outcome.seen) - sum(by_selection.values())
+
+
+def _drop_name(reason: str) -> str:
+    """How many surplus visits were asked beyond a batch depends on what finished first."""
+    return "time/num_surplus" if reason == "surplus" else f"drop/{reason}"
 
 
 def _throughput(outcome: StepOutcome, num_tokens: int) -> dict[str, float]:

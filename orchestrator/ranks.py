@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from orchestrator.checkpoint import Files
 from orchestrator.handles import StepReport
+from orchestrator.shared_folder import FolderView
 from orchestrator.stages import Batch
 from rollout.weights import Manifest
 
@@ -30,26 +33,33 @@ class RayLearner:
         places = [(number[id(kept.scored.address.parcel)], kept.scored.address.place) for kept in batch.groups]
         scores = [kept.scored.scores for kept in batch.groups]
         reports = await self._all(lambda rank: rank.prepare.remote(batch.step, batch.version, places, scores, parcels))
-        return dict(reports[0])
+        least = min(num_tokens for _, num_tokens in reports)
+        return reports[0][0] | {"batch/num_rank_tokens_min": float(least)}
 
     async def train(self) -> StepReport:
         reports = await self._all(lambda rank: rank.train.remote())
         report: StepReport = reports[0]
         return report
 
-    async def buckets(self, generation: int, scale: float = 1.0) -> AsyncGenerator[Any, None]:
-        """References to the buckets of the weights times ``scale``, each as soon as it is gathered.
+    async def buckets(self, generation: int, scale: float = 1.0, receivers: Sequence[str] = ()) -> AsyncGenerator[Any, None]:
+        """References to the parcels of the weights times ``scale`` for the workers of these names, each as soon as it is gathered.
 
-        Whoever stops early must close it (``contextlib.aclosing``): the ranks then gather to the end, and what they still yield is
-        thrown away, so that none of them is left waiting inside a collective.
+        Whoever stops early must close it (``contextlib.aclosing``): the generation is aborted, the ranks gather to the end, and what
+        they still yield is thrown away, so that none of them is left waiting for a receiver or inside a collective.
         """
         first, *others = self.ranks
         taking_part = [rank.gather.remote(generation, scale) for rank in others]
-        stream = first.buckets.options(_generator_backpressure_num_objects=BUCKETS_AHEAD).remote(generation, scale)
+        stream = first.buckets.options(_generator_backpressure_num_objects=BUCKETS_AHEAD).remote(
+            generation, scale, tuple(receivers)
+        )
+        aborting = True
         try:
             async for reference in stream:
                 yield reference
+            aborting = False
         finally:
+            if aborting:  # after the stream where one thread serves the rank, else at once: see Launcher.ranks
+                taking_part.append(first.abort_push.remote())
             async for _ in stream:
                 pass
             await asyncio.gather(*taking_part)
@@ -63,11 +73,21 @@ class RayLearner:
         scores: list[np.ndarray[Any, Any]] = (await self._all(lambda rank: rank.score_tokens.remote(rows, temperature)))[0]
         return scores
 
-    async def save(self, folder: str) -> None:
-        await self._all(lambda rank: rank.save.remote(folder))
+    async def save(self, folder: Path) -> Files:
+        """Training state below ``folder/learner`` and the model below ``folder/model``. Returns what was written, by its name within
+        ``folder``: every rank has forced its files to the disk and digested them."""
+        state = await self._all(lambda rank: rank.save.remote(str(folder / "learner")))
+        model = await self._all(lambda rank: rank.export.remote(str(folder / "model")))
+        return {
+            f"{part}/{name}": e
+            for part, all_files in (("learner", state), ("model", model))
+            for files in all_files
+            for name, e in files.items()
+        }
 
-    async def load(self, folder: str) -> None:
-        await self._all(lambda rank: rank.load.remote(folder))
+    async def load(self, folder: Path) -> None:
+        await self._all(lambda rank: rank.load.remote(str(folder)))
 
-    async def export(self, folder: str) -> None:
-        await self._all(lambda rank: rank.export.remote(folder))
+    async def see_folder(self, folder: Path, token: str, wait_s: float) -> list[FolderView]:
+        """What each rank sees of it: see ``orchestrator.shared_folder``."""
+        return await self._all(lambda rank: rank.see_folder.remote(str(folder), token, wait_s))

@@ -12,8 +12,9 @@ import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
 from configs.schema import LogConfig
+from orchestrator.groups import group_json, score_json
 from orchestrator.run_folder import JsonLines
-from orchestrator.stages import Kept, Scored, StepOutcome
+from orchestrator.stages import Scored, StepOutcome
 from rollout.records import Group, Prompt, Score, Status
 
 MAX_SAMPLE_CHARACTERS = 4000
@@ -40,9 +41,9 @@ class Recorder:
         """A line of events.jsonl."""
         self._events.write({"time": time.time(), "incarnation": self._incarnation, "event": name, **fields})
 
-    def metrics(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
-        """The row of a step."""
-        self._metrics.write({"step": step, "version": version, "incarnation": self._incarnation, **metrics})
+    def metrics(self, step: int, version: int, weights: str, metrics: Mapping[str, float]) -> None:
+        """The row of a step. ``weights`` is the digest of all weights that the engines run after it."""
+        self._metrics.write({"step": step, "version": version, "incarnation": self._incarnation, "weights": weights, **metrics})
         if self._board is not None:
             for name, value in metrics.items():
                 self._board.add_scalar(name, value, step)
@@ -58,7 +59,8 @@ class Recorder:
         if self._record and outcome.batch.groups:
             file = JsonLines(self._folder / "groups" / f"step-{outcome.batch.step:06d}.jsonl")
             for kept in outcome.batch.groups:
-                file.write(whole_group(kept, (await kept.scored.address.parcel)[kept.scored.address.place]))
+                group = (await kept.scored.address.parcel)[kept.scored.address.place]
+                file.write(group_json(kept.pick, kept.scored.scores, group))
             file.close()
 
     def _tell_failures(self, outcome: StepOutcome) -> None:
@@ -115,41 +117,3 @@ class Recorder:
             file.close()
         if self._board is not None:
             self._board.close()
-
-
-def score_json(score: Score) -> dict[str, Any]:
-    """A score as it stands in files."""
-    return {
-        "value": score.value,
-        "accuracy": score.accuracy,
-        "status": score.status,
-        "outcome": score.outcome,
-        "parts": dict(score.parts),
-        "extracted": score.extracted,
-        "time_s": score.time_s,
-    }
-
-
-def whole_group(kept: Kept, group: Group) -> dict[str, Any]:
-    """Everything about a kept group, as JSON."""
-    return {
-        "order": kept.pick.order,
-        "prompt_id": group.visit.prompt_id,
-        "visit": group.visit.number,
-        "worker": group.worker,
-        "prompt_token_ids": group.prompt_token_ids.tolist(),
-        "completions": [
-            {
-                "index": c.index,
-                "token_ids": c.token_ids.tolist(),
-                "roll_logp": c.roll_logp.tolist(),
-                "loss_mask": c.loss_mask.tolist(),
-                "versions": c.versions.tolist(),
-                "mixed": c.mixed.tolist(),
-                "text": c.text,
-                "finish": c.finish,
-                "score": score_json(score),
-            }
-            for c, score in zip(group.completions, kept.scored.scores, strict=True)
-        ],
-    }

@@ -29,7 +29,7 @@ def make_run_folder(run_dir: str | None, name: str) -> Path:
         except OSError as error:
             raise ConfigError(f"run_dir={run_dir}: cannot make this folder ({error.strerror})") from error
         if any(path.name != LOCK for path in folder.iterdir()):
-            saved = (folder / "checkpoints").is_dir()
+            saved = any((folder / "checkpoints").glob("step-*"))
             cure = (
                 f"go on with it by resume={run_dir}, or name a new one"
                 if saved

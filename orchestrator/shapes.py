@@ -120,7 +120,10 @@ def model_shape(model: ModelConfig) -> Shape:
 
 def read_shape(config: Mapping[str, Any], where: str) -> Shape:
     """The shape from the values of a ``config.json``; ``where`` names it in errors."""
-    kind, experts = config.get("model_type"), config.get("num_experts") or 0
+    kind, experts = (
+        config.get("model_type"),
+        config.get("num_experts") or config.get("num_local_experts") or 0,
+    )  # transformers 5 saves the latter
     needed = ["num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"]
     needed += ["moe_intermediate_size", "num_experts_per_tok"] if experts else ["intermediate_size"]
     missing = [key for key in needed if not isinstance(config.get(key), int)]

@@ -52,6 +52,27 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class Judged:
+    """A scored group and what selection said of it."""
+
+    pick: Pick
+    scored: Scored
+    reason: str | None  # of its drop; None where it was kept
+
+
+@dataclass(frozen=True, slots=True)
+class LoopState:
+    """What the loop has in hand between two awaits. Visits in flight are not in it: they are asked again, under their number and
+    with their seeds, and so are groups that wait for their scores."""
+
+    waiting: tuple[Kept, ...]  # kept groups that no step has trained
+    judged: tuple[Judged, ...]  # groups scored for the step that is being filled
+    dropped: dict[str, int]  # in that step, by reason
+    num_picked: int  # visits of that step, without those in flight
+    budget: int | None  # how many it may pick in all
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutcome:
     """What a step came to."""
 

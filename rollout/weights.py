@@ -72,12 +72,15 @@ def tensor_bytes(bucket: Bucket, place: int) -> NDArray[np.uint8]:
 
 
 def damaged_tensors(bucket: Bucket) -> list[str]:
-    """Names of the bucket's tensors whose bytes do not give the digest they were sent with."""
-    return [
-        spec.name
-        for place, spec in enumerate(bucket.specs)
-        if tensor_bytes(bucket, place).nbytes != spec.num_bytes or digest_bytes(tensor_bytes(bucket, place)) != spec.digest
-    ]
+    """One line for each of the bucket's tensors whose bytes are not those it was sent with."""
+    lines = []
+    for place, spec in enumerate(bucket.specs):
+        data = tensor_bytes(bucket, place)
+        if data.nbytes != spec.num_bytes:
+            lines.append(f"{spec.name}: {spec.num_bytes} bytes sent, {data.nbytes} arrived")
+        elif (digest := digest_bytes(data)) != spec.digest:
+            lines.append(f"{spec.name}: digest {spec.digest:016x} sent, {digest:016x} arrived")
+    return lines
 
 
 def manifest_differences(sent: Manifest, arrived: Iterable[TensorSpec]) -> list[str]:

@@ -190,7 +190,7 @@ REFUSED = {
     "run_dir=a (b": "cannot read the override 'run_dir=a (b'; quote a text",
     "algorithm=asp": "algorithm=asp: no such file; there are aspo, aspo_paper, grpo; did you mean 'aspo'?",
     "algorithm=my.py:f": "algorithm=my.py:f: no such file; there are aspo, aspo_paper, grpo; a function of your own is algorithm.name=my.py:f",
-    "model=null": "model=null: name a file; there are embedded, pretrained, smollm2_135m",
+    "model=null": "model=null: name a file; there are embedded, pretrained, qwen3_0_6b, qwen3_30b_a3b, qwen3_4b, qwen3_8b, smollm2_135m",
     "~reward.parts.maths": "~reward.parts.maths: there is no 'reward.parts.maths' to remove",
     "algorithm@x=grpo": "Could not override 'algorithm@x'",
     "resume=no_such_run": "resume: 'no_such_run/config.yaml' does not exist",

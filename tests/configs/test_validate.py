@@ -39,12 +39,19 @@ COMBINATIONS = {
         [["learner.optimizer.warmup_steps=0"], ["learner.optimizer.warmup_ratio=0"]],
     ),
     ("rollout.max_lag=1",): ("rollout.oversample=2", [["rollout.oversample=1"], ["rollout.max_lag=0"]]),
-    ("learner.num_ranks=2",): ("learner.num_ranks=2", [["learner.num_ranks=1"]]),
     ("data.last_batch=keep", "rollout.max_lag=1", "rollout.oversample=1"): (
         "data.last_batch=keep",
         [["rollout.max_lag=0"], ["data.last_batch=drop"]],
     ),
+    ("cluster.placement=colocated", "rollout.max_lag=1", "rollout.oversample=1"): (
+        "cluster.placement=colocated",
+        [["cluster.placement=split"], ["rollout.max_lag=0"]],
+    ),
     ("rollout.max_model_tokens=37",): ("data.max_prompt_tokens=32 + rollout.max_new_tokens=6", [["rollout.max_model_tokens=38"]]),
+    ("rollout.transport=ipc", "rollout.num_workers=2"): (
+        "rollout.num_workers=2",
+        [["rollout.transport=nccl"], ["rollout.transport=local"], ["rollout.num_workers=1"]],
+    ),
     ("rollout.max_visits_per_step=31",): ("batch.groups_per_step=32", [["rollout.max_visits_per_step=32"]]),
     ("model.embedded.num_heads=5",): ("num_kv_heads=3", [["model.embedded.num_heads=6"]]),
     ("model.embedded.max_digits=2",): ("model.embedded.digit_weights", [["model.embedded.digit_weights=[1.0, 1.0]"]]),

@@ -6,6 +6,10 @@ models on disk, made-up rollout batches, and learners over them; several DeepSpe
 
 import json
 import os
+import socket
+import subprocess
+import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,7 +86,8 @@ SHAPE = {
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory) -> dict[str, str]:
-    """Folders of a tied Llama, an untied Qwen3 and a GPT-2 (learned positions, dropout), random, with a character tokenizer."""
+    """Folders of a tied Llama, an untied Qwen3, a GPT-2 (learned positions, dropout) and a model that two ranks do not divide
+    evenly, random, with a character tokenizer."""
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     from rollout.tokenizer import character_tokenizer
@@ -93,6 +98,7 @@ def tiny_models(tmp_path_factory) -> dict[str, str]:
         "llama": LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)),
         "qwen3": Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=False)),
         "gpt2": GPT2LMHeadModel(gpt2),
+        "odd": Qwen3ForCausalLM(Qwen3Config(**SHAPE | {"hidden_size": 33}, tie_word_embeddings=True)),
     }
     root = tmp_path_factory.mktemp("models")
     for name, model in models.items():
@@ -138,55 +144,61 @@ def rollouts() -> Rollouts:
     return Rollouts(np.random.default_rng(7))
 
 
+def learner_spec(path, **settings):
+    """The spec of a learner over the model at ``path``, from the few settings that a test cares about; SGD and one optimizer step
+    unless it says otherwise."""
+    from learner.learner import LearnerSpec
+
+    get = settings.pop
+    spec = LearnerSpec(
+        model=ModelConfig(path=path, dtype=get("dtype", ModelConfig().dtype)),
+        learner=LearnerConfig(
+            zero_stage=get("zero_stage", 0),
+            head_chunk_rows=16,
+            max_skipped_steps=get("max_skipped_steps", 3),
+            reference=get("reference", LearnerConfig().reference),
+            export_shard_mib=get("export_shard_mib", 4096),
+            gradient_checkpointing=get("gradient_checkpointing", False),
+            optimizer=OptimizerConfig(
+                name=get("optimizer", Optimizer.sgd),
+                learning_rate=get("learning_rate", 0.1),
+                max_grad_norm=get("max_grad_norm", 0.0),
+                schedule=get("schedule", OptimizerConfig().schedule),
+                warmup_steps=get("warmup_steps", 0),
+            ),
+        ),
+        batch=BatchConfig(
+            num_mini_batches=get("num_mini_batches", 1),
+            num_passes=get("num_passes", 1),
+            tokens_per_micro_batch=get("tokens_per_micro_batch", 64),
+        ),
+        algorithm=AlgorithmConfig(
+            name=get("algorithm", "grpo"),
+            params=get("algorithm_params", {}),
+            aggregation=get("aggregation", Aggregation.seq_mean_token_mean),
+            entropy_beta=get("entropy_beta", 0.0),
+            mask_truncated=get("mask_truncated", False),
+            kl=get("kl", AlgorithmConfig().kl),
+        ),
+        advantage=Choice(name="grpo"),
+        weighting=Choice(name="none"),
+        correction=Choice(name="none"),
+        model_path=path,
+        temperature=get("temperature", 1.0),
+        seed=get("seed", 0),
+        total_optimizer_steps=get("total_optimizer_steps", 10),
+        max_response_tokens=8,
+    )
+    assert not settings, settings
+    return spec
+
+
 @pytest.fixture
 def make_learner(tiny_models):
-    """A learner from the few settings that a test cares about; SGD and one optimizer step unless it says otherwise."""
-    from learner.learner import Learner, LearnerSpec
+    """A learner that is the only rank, see ``learner_spec``."""
+    from learner.learner import Learner
 
-    def make(model="qwen3", **settings) -> Learner:
-        get = settings.pop
-        spec = LearnerSpec(
-            model=ModelConfig(path=tiny_models[model], dtype=get("dtype", ModelConfig().dtype)),
-            learner=LearnerConfig(
-                zero_stage=get("zero_stage", 0),
-                head_chunk_rows=16,
-                max_skipped_steps=get("max_skipped_steps", 3),
-                reference=get("reference", LearnerConfig().reference),
-                gradient_checkpointing=get("gradient_checkpointing", False),
-                optimizer=OptimizerConfig(
-                    name=get("optimizer", Optimizer.sgd),
-                    learning_rate=get("learning_rate", 0.1),
-                    max_grad_norm=get("max_grad_norm", 0.0),
-                    schedule=get("schedule", OptimizerConfig().schedule),
-                    warmup_steps=get("warmup_steps", 0),
-                ),
-            ),
-            batch=BatchConfig(
-                num_mini_batches=get("num_mini_batches", 1),
-                num_passes=get("num_passes", 1),
-                tokens_per_micro_batch=get("tokens_per_micro_batch", 64),
-            ),
-            algorithm=AlgorithmConfig(
-                name=get("algorithm", "grpo"),
-                params=get("algorithm_params", {}),
-                aggregation=get("aggregation", Aggregation.seq_mean_token_mean),
-                entropy_beta=get("entropy_beta", 0.0),
-                mask_truncated=get("mask_truncated", False),
-                kl=get("kl", AlgorithmConfig().kl),
-            ),
-            advantage=Choice(name="grpo"),
-            weighting=Choice(name="none"),
-            correction=Choice(name="none"),
-            model_path=tiny_models[model],
-            temperature=get("temperature", 1.0),
-            seed=get("seed", 0),
-            total_optimizer_steps=get("total_optimizer_steps", 10),
-            max_response_tokens=8,
-        )
-        assert not settings, settings
-        return Learner(spec, 0, 1)
-
-    return make
+    return lambda model="qwen3", **settings: Learner(learner_spec(tiny_models[model], **settings), 0, 1)
 
 
 @pytest.fixture
@@ -196,35 +208,64 @@ def batch_of():
     return lambda *groups, step=0, version=0: RolloutBatch(step, version, tuple(groups))
 
 
+def collect_raw_gradients(learner) -> list[dict]:
+    """Gradients of a prepared learner's optimizer steps, before clipping, by state-dict name, as each step was about to be taken."""
+    taken = []
+    step = learner.engine.step
+
+    def spy():
+        taken.append(learner.engine.raw_gradients(list(learner.model.hf.named_parameters())))
+        return step()
+
+    learner.engine.step = spy
+    try:
+        learner.train()
+    finally:
+        learner.engine.step = step
+    return taken
+
+
+def copy_weights(learner) -> dict:
+    """Copies of a learner's weights by state-dict name, whole under any ZeRO stage."""
+    named = dict(learner.model.hf.named_parameters())
+    with learner.engine.gathered(list(named.values())):
+        return {name: p.detach().clone() for name, p in named.items()}
+
+
 @pytest.fixture
 def raw_gradients():
-    """Gradients of a prepared learner's optimizer steps, before clipping, by state-dict name, as each step was about to be taken."""
-
-    def collect(learner) -> list[dict]:
-        taken = []
-        step = learner.engine.step
-
-        def spy():
-            taken.append(learner.engine.raw_gradients(list(learner.model.hf.named_parameters())))
-            return step()
-
-        learner.engine.step = spy
-        try:
-            learner.train()
-        finally:
-            learner.engine.step = step
-        return taken
-
-    return collect
+    return collect_raw_gradients
 
 
 @pytest.fixture
 def weights_of():
-    """Copies of a learner's weights by state-dict name, whole under any ZeRO stage."""
+    return copy_weights
 
-    def copy(learner) -> dict:
-        named = dict(learner.model.hf.named_parameters())
-        with learner.engine.gathered(list(named.values())):
-            return {name: p.detach().clone() for name, p in named.items()}
 
-    return copy
+def run_group(script, folder, world_size, timeout_s) -> list:
+    """Runs ``script FOLDER RANK WORLD_SIZE`` as the ranks of a group; what each left as FOLDER/rank-RANK.pt.
+
+    Each has one thread. When one fails or the time is up, all are ended, and the last lines of each are in the error.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    environment = os.environ | meeting | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu"}
+    logs = [folder / f"log-{rank}.txt" for rank in range(world_size)]
+    ranks = []
+    for rank, log in enumerate(logs):
+        command = [sys.executable, script, folder, str(rank), str(world_size)]
+        with log.open("w") as out:
+            ranks.append(subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT))
+    deadline = time.monotonic() + timeout_s
+    try:
+        while any(r.poll() is None for r in ranks) and not any(r.poll() for r in ranks) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        codes = [r.poll() for r in ranks]
+    finally:
+        for r in ranks:
+            r.kill()
+            r.wait()
+    assert codes == [0] * world_size, "\n".join(f"{log.name}: {log.read_text()[-3000:]}" for log in logs)
+    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(world_size)]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.batching import Row, cut_mini_batches, deal, fill_micro_batches, pack_rows, plan_micro_batches
+from learner.batching import Row, RowCost, cut_mini_batches, deal, fill_micro_batches, pack_rows, plan_micro_batches
 
 
 def row(tokens, scored):
@@ -42,7 +42,7 @@ def test_a_row_over_the_budget_stands_alone():
 
 @given(st.lists(st.integers(1, 40), max_size=40), st.integers(1, 5), st.integers(1, 100))
 def test_a_plan_trains_every_sample_once_and_keeps_ranks_in_step(lengths, num_ranks, budget):
-    plans = plan_micro_batches(lengths, num_ranks, budget)
+    plans = plan_micro_batches(lengths, [float(n) for n in lengths], num_ranks, budget)
     assert sorted(i for plan in plans for batch in plan for i in batch) == list(range(len(lengths)))
     assert len({len(plan) for plan in plans}) == 1
     for batch in (batch for plan in plans for batch in plan if len(batch) > 1):
@@ -74,3 +74,17 @@ def test_fewer_groups_than_mini_batches_make_fewer_mini_batches(num_groups, expe
     cut = cut_mini_batches(num_groups, 4, seed=0)
     assert len(cut) == expected
     assert all(len(c) for c in cut)
+
+
+def test_the_cost_of_a_row():
+    """Three tokens, two of them scored: 3 x 100, (1 + 2 + 3) x 10, 2 x 1000."""
+    assert RowCost(per_token=100, per_pair=10, per_scored=1000).of(row([5, 6, 7], [0, 1, 1])) == 2360
+
+
+def test_samples_are_dealt_by_cost_and_not_by_length():
+    """One row of 8 tokens costs 8 + 36, rows of 4 cost 4 + 10: by length the rank with 8 would get a row of 4 as well."""
+    lengths = [8, 4, 4, 4, 4]
+    costs = [RowCost(per_token=1, per_pair=1, per_scored=0).of(row([1] * n, [0] * n)) for n in lengths]
+    assert costs == [44, 14, 14, 14, 14]
+    assert plan_micro_batches(lengths, costs, 2, 8) == [[[0], []], [[1, 2], [3, 4]]]
+    assert deal(lengths, 2) == [[0, 3], [1, 2, 4]]

@@ -437,8 +437,12 @@ def test_load_says_what_is_missing(make_learner, tmp_path):
     with pytest.raises(FileNotFoundError, match=str(tmp_path)):
         make_learner().load(tmp_path)
     make_learner(zero_stage=1).save(tmp_path)
-    with pytest.raises(ValueError, match=r"written with learner.zero_stage=1, this run has 0"):
-        make_learner().load(tmp_path)
+    with pytest.raises(ValueError, match=r"saved with model.dtype=float32, this run has bfloat16"):
+        make_learner(zero_stage=1, dtype=Dtype.bfloat16).load(tmp_path)
+    with pytest.raises(ValueError, match=r"saved with learner.optimizer.name=sgd, this run has adamw"):
+        make_learner(optimizer=Optimizer.adamw).load(tmp_path)
+    with pytest.raises(ValueError, match=r"another model: only one of the two has lm_head.weight"):
+        make_learner("llama").load(tmp_path)
 
 
 def test_scored_tokens_are_those_of_plain_transformers(make_learner, rollouts):

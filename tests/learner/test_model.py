@@ -8,6 +8,8 @@ from transformers import (
     CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PhiConfig,
     PhiForCausalLM,
 )
@@ -60,6 +62,18 @@ def test_the_head_is_the_embedding_where_they_are_tied(tiny_models):
     assert tied.policy.head.weight is tied.hf.get_input_embeddings().weight
     assert untied.policy.head.weight is untied.hf.lm_head.weight
     assert ("lm_head.weight" in tied.saved_keys, "lm_head.weight" in untied.saved_keys) == (False, True)
+
+
+def test_the_cost_of_a_row_comes_from_the_shapes(tiny_models, tmp_path):
+    """Qwen3 by hand: queries and output 32 x 32, keys and values 32 x 16, three matrices 32 x 48, norms 2 x 32 + 2 x 16 a layer."""
+    cost = load(tiny_models["qwen3"]).cost
+    assert cost.per_token == 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32 + 2 * 16) + 32
+    assert (cost.per_pair, cost.per_scored) == (2 * 2 * 32, 128 * 32)  # two layers, one product for scores and one for values
+    assert load(tiny_models["llama"]).cost.per_scored == 128 * 32  # tied: the embedding is a product as well
+    shape = SMALL | {"num_key_value_heads": 2}
+    MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=4, num_experts_per_tok=2)).save_pretrained(tmp_path)
+    # Four matrices 32 x 32, three 32 x 48 of each of the two experts that a token meets, the router 4 x 32, norms 2 x 32 + 32.
+    assert load(str(tmp_path)).cost.per_token == 4 * 32 * 32 + 2 * 3 * 32 * 48 + 4 * 32 + 3 * 32
 
 
 def test_random_weights_repeat_for_a_seed_and_leave_the_callers_generator_alone(tiny_models):

@@ -8,6 +8,7 @@ import torch
 
 from configs.schema import Aggregation
 from learner.advantages import grpo
+from learner.batching import RowCost
 from learner.samples import Gap, Plan, make_samples, plan_optimizer_steps
 from learner.weighting import none, sample_weights
 
@@ -20,6 +21,7 @@ def plan(**changes):
         "tokens_per_micro_batch": 1000,
         "aggregation": Aggregation.token_mean,
         "max_response_tokens": 10,
+        "cost": RowCost(per_token=1, per_pair=0, per_scored=0),
         "version": 3,
         "rank": 0,
         "world_size": 1,
@@ -44,7 +46,7 @@ def test_a_completion_without_a_loss_token_counts_in_the_statistics_only(rollout
     samples, counts = make_samples([group], grpo, WEIGHT, mask_truncated=False)
     assert (len(samples), counts.num_empty) == (2, 1)
     assert samples[0].advantage == pytest.approx(2 / 3**0.5, abs=1e-5)  # as in a group of three
-    (step,) = plan_optimizer_steps(samples, plan(aggregation=Aggregation.seq_mean_token_sum), [0])
+    (step,), _ = plan_optimizer_steps(samples, plan(aggregation=Aggregation.seq_mean_token_sum), [0])
     assert set(step[0].policy_denominator.tolist()) == {2.0}
 
 
@@ -61,7 +63,7 @@ def test_denominators_are_of_the_optimizer_step_whatever_the_micro_batch(aggrega
     """Two responses with 1 and 3 loss tokens; L_max is 10 (ALGORITHMS 0.1)."""
     samples, _ = make_samples([rollouts.group([1.0, 0.0], lengths=[1, 3])], grpo, WEIGHT, mask_truncated=False)
     for budget in (1, 1000):
-        (step,) = plan_optimizer_steps(samples, plan(aggregation=aggregation, tokens_per_micro_batch=budget), [0])
+        (step,), _ = plan_optimizer_steps(samples, plan(aggregation=aggregation, tokens_per_micro_batch=budget), [0])
         assert len(step) == (2 if budget == 1 else 1)
         assert torch.cat([micro.policy_denominator for micro in step]).tolist() == [long] * 3 + [short]
 
@@ -76,7 +78,7 @@ def test_every_token_keeps_what_belongs_to_it(rollouts):
     completions[0].loss_mask[1] = False
     group = type(group)(type(group.group)(group.group.visit, group.group.prompt_token_ids, completions, "w", 0.0), group.scores)
     samples, _ = make_samples([group], grpo, WEIGHT, mask_truncated=False)
-    ((micro,),) = plan_optimizer_steps(samples, plan(), [0])
+    ((micro,),), _ = plan_optimizer_steps(samples, plan(), [0])
     assert micro.targets.tolist() == [*completions[0].token_ids[[0, 2]], *completions[1].token_ids]
     assert micro.positions.tolist() == [1, 3, 6, 7]  # rows of five, prompts of two
     assert micro.response.tolist() == [0, 0, 1, 1]
@@ -87,8 +89,14 @@ def test_every_token_keeps_what_belongs_to_it(rollouts):
 
 def test_ranks_share_an_optimizer_step_and_run_the_same_number_of_micro_batches(rollouts):
     samples, _ = make_samples([rollouts.group([1, 0, 1], lengths=[4, 4, 4])], grpo, WEIGHT, mask_truncated=False)
-    ranks = [plan_optimizer_steps(samples, plan(rank=r, world_size=2, tokens_per_micro_batch=1), [0])[0] for r in (0, 1)]
+    plans = [plan_optimizer_steps(samples, plan(rank=r, world_size=2, tokens_per_micro_batch=1), [0]) for r in (0, 1)]
+    ranks = [steps[0] for steps, _ in plans]
     assert [[micro.num_tokens > 0 for micro in micro_batches] for micro_batches in ranks] == [[True, True], [True, False]]
     assert {
         d for micro_batches in ranks for micro in micro_batches if micro.num_tokens for d in micro.policy_denominator.tolist()
     } == {12.0}
+    width = len(samples[0].row.token_ids)
+    assert plans[0][1] == plans[1][1]
+    assert plans[0][1].num_tokens == (2 * width, width)
+    assert plans[0][1].imbalance == 2 / 1.5
+    assert plans[0][1].padding_frac == pytest.approx(1 / (3 * width + 1))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import re
+import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -14,13 +17,22 @@ from rich.console import Console
 from orchestrator.doctor import (
     FAIL,
     OK,
+    RUNGS,
     WARN,
     Finding,
+    _can_bind,
     check_gpu,
     check_imports,
+    check_isolation,
     check_machine,
+    check_ports,
     check_python,
     check_versions,
+    landlock,
+    namespaces,
+    node_address,
+    rlimits,
+    seccomp,
     show,
 )
 
@@ -122,3 +134,75 @@ def test_this_environment_is_healthy():
     assert done.returncode == 0, done.stdout
     assert "OK   import vllm: loads" in done.stdout
     assert "OK   import deepspeed: loads" in done.stdout
+
+
+def test_ports():
+    (free,) = check_ports("10.0.0.5", lambda address, port: True)
+    assert free == Finding("ports", OK, "a free one on 10.0.0.5")
+    (none,) = check_ports("10.0.0.5", lambda address, port: False)
+    assert (none.state, none.text) == (FAIL, "none can be taken on 10.0.0.5")
+    assert "/etc/hosts" in none.fix
+    _, *taken = check_ports("10.0.0.5", lambda address, port: port == 0)
+    assert [(finding.name, finding.state) for finding in taken] == [("port 6379", WARN), ("port 10001", WARN)]
+    assert "ray start --head needs it" in taken[0].text
+    assert taken[0].fix.startswith("ray stop")
+
+
+def test_a_real_port_in_use_is_seen(monkeypatch: pytest.MonkeyPatch):
+    address = node_address()
+    with socket.socket() as taken:
+        taken.bind((address, 0))
+        taken.listen()
+        monkeypatch.setattr("orchestrator.doctor.RAY_PORTS", {taken.getsockname()[1]: "somebody"})
+        free, busy = check_ports(address, _can_bind)
+        assert (free.state, busy.state) == (OK, WARN)
+        assert "somebody needs it" in busy.text
+    assert [finding.state for finding in check_ports("203.0.113.7", _can_bind)] == [FAIL]  # an address of another machine
+
+
+def test_isolation_names_the_rung_that_remains():
+    everything = {rung: lambda: "here" for rung in RUNGS}
+    assert {finding.state for finding in check_isolation(everything)} == {OK}
+    found = by_name(check_isolation(everything | {"namespaces": lambda: None, "landlock": lambda: "ABI 3"}))
+    missing = found["isolation: namespaces"]
+    assert (missing.state, missing.text) == (WARN, "none; the strongest that remains is landlock (ABI 3)")
+    assert "unprivileged_userns_clone" in missing.fix
+    assert found["isolation: landlock"].state == OK
+    nothing = check_isolation({rung: lambda: None for rung in RUNGS})
+    assert {(finding.state, finding.text) for finding in nothing} == {(WARN, "none; the strongest that remains is nothing")}
+
+
+def test_each_rung_both_ways():
+    asked: list[str] = []
+
+    def only(name: str):
+        def run(command: list[str]) -> str | None:
+            asked.append(command[0])
+            return "" if command[0] == name else None
+
+        return run
+
+    assert namespaces(only("unshare")) == "user, network, mount (unshare)"
+    assert namespaces(only("bwrap")) == "user, network, mount (bwrap)"
+    assert namespaces(only("neither")) is None
+    assert asked == ["unshare", "unshare", "bwrap", "unshare", "bwrap"]
+    assert (landlock(lambda *call: 4), landlock(lambda *call: -1)) == ("ABI 4", None)
+    assert [seccomp(lambda *call, mode=mode: mode) for mode in (0, 2, -1)] == [
+        "available",
+        "available, this process is filtered already",
+        None,
+    ]
+    assert rlimits(lambda command: None) is None
+    assert rlimits() == "address space can be limited"  # for real
+
+
+def test_the_kernel_is_asked_as_it_expects():
+    """The real calls, against what the kernel tells elsewhere."""
+    modules = Path("/sys/kernel/security/lsm")
+    if modules.is_file() and "landlock" not in modules.read_text():
+        assert landlock() is None
+    else:
+        assert landlock() is None or re.fullmatch(r"ABI [1-9]\d*", str(landlock()))
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    mode = int(status["Seccomp"]) if "Seccomp" in status else -1
+    assert seccomp() == seccomp(lambda *call: mode)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 import pytest
@@ -113,24 +114,33 @@ def test_a_requeued_visit_keeps_number_and_place():
 
 @given(st.data())
 def test_a_restored_ledger_goes_on_as_the_unbroken_one(data):
-    """Whatever was open at the checkpoint is picked again first; new picks follow the same order."""
+    """What was in flight at the checkpoint is picked again first, what was kept stays open; new picks follow the same order."""
     ledger = make(last=LastBatch.wrap)
+    in_flight, kept = [], []
     for _ in range(data.draw(st.integers(0, 5))):
         for pick in ledger.pick(data.draw(st.integers(0, 7))):
-            fate = data.draw(st.sampled_from(["open", "drop", "train"]))
+            fate = data.draw(st.sampled_from(["in_flight", "drop", "keep", "train"]))
             if fate == "drop":
                 ledger.drop(pick.visit, "x")
-            elif fate == "train":
+            elif fate == "in_flight":
+                in_flight.append(pick)
+            else:
                 ledger.keep(pick.visit)
-                ledger.train([pick.visit])
-    state = ledger.state()
+                if fate == "train":
+                    ledger.train([pick.visit])
+                else:
+                    kept.append(pick)
+    state = json.loads(json.dumps(ledger.state()))
     again = make(last=LastBatch.wrap)
     again.restore(state)
-    num_open = ledger.num_open
-    resumed = again.pick(num_open + 9)
-    assert [pick.order for pick in resumed[:num_open]] == sorted(pick.order for pick in resumed[:num_open])
-    assert resumed[num_open:] == ledger.pick(9)
+    assert again.num_open == len(kept)
+    resumed = again.pick(len(in_flight) + 9)
+    assert resumed[: len(in_flight)] == sorted(in_flight, key=lambda pick: pick.order)
+    assert resumed[len(in_flight) :] == ledger.pick(9)
+    again.train([pick.visit for pick in kept])
     assert again.counts["picked"] == ledger.counts["picked"]
+    assert again.counts["kept"] == ledger.counts["kept"]
+    assert again.counts["trained"] == ledger.counts["trained"] + len(kept)
 
 
 def test_a_checkpoint_of_other_data_is_refused():

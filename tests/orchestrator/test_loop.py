@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from dataclasses import replace
 
@@ -49,6 +50,7 @@ class World:
         self.batches = []
         self.outcomes = []
         self.queue = asyncio.Queue()
+        self.lost = asyncio.Queue()
         self.tasks = set()
         self.cancelled = set()
         self.loop = None
@@ -71,6 +73,12 @@ class World:
 
     async def next_finished(self):
         return await self.queue.get()
+
+    async def next_lost(self):
+        return await self.lost.get()
+
+    async def hold(self):
+        self.log.append(("hold", self.version))
 
     async def cancel(self, visits):
         await asyncio.sleep(0.004)  # an engine takes it between two decode steps; scores come in meanwhile
@@ -96,7 +104,8 @@ class World:
         await asyncio.sleep(self.slow)
         return StepReport({}, 1, moved=True)
 
-    async def push(self, version):
+    async def push(self, version, report):
+        assert report.moved
         await asyncio.sleep(self.slow)
         self.version = version
         self.log.append(("pushed", version))
@@ -298,3 +307,70 @@ async def test_an_engine_that_raises_ends_the_run_with_its_own_words():
     world.next_finished = broken
     with pytest.raises(RuntimeError, match="rollout-0 is gone"):
         await world.make().run()
+
+
+def steps_of(*worlds):
+    """What each step came to, but for surplus visits, whose number depends on timing."""
+    return [
+        (
+            outcome.batch.step,
+            [kept.pick for kept in outcome.batch.groups],
+            [scored.meta.visit for scored in outcome.seen],
+            {reason: n for reason, n in outcome.dropped.items() if reason != "surplus"},
+        )
+        for world in worlds
+        for outcome in world.outcomes
+    ]
+
+
+@pytest.mark.parametrize("oversample", [1.0, 1.5])
+@pytest.mark.parametrize("seed", range(8))
+async def test_a_run_cut_anywhere_goes_on_as_the_unbroken_one(oversample, seed):
+    """Stopped in the middle of a step and resumed from what it had in hand: same batches, same reports, and no kept group is asked
+    for again. Half the visits are dropped, so some steps end short and carry groups."""
+    settings = replace(SETTINGS, oversample=oversample, max_visits_per_step=7, num_steps=10)
+
+    def drop(visit):
+        return (int(visit.prompt_id[1:]) + visit.number) % 2 == 0
+
+    whole = World(seed=seed, drop=drop)
+    await whole.make(settings).run()
+    assert {len(outcome.batch.groups) for outcome in whole.outcomes} == {0, 4}
+
+    cut = World(seed=100 + seed, drop=drop)
+    loop = cut.make(settings)
+    asyncio.get_running_loop().call_later(0.02 + 0.013 * seed, loop.stop)
+    assert await loop.run() == "stopped"
+    state, ledger = loop.state(), json.loads(json.dumps(loop._ledger.state()))
+
+    rest = World(seed=200 + seed, drop=drop)
+    rest.version = loop.version
+    kept = {kept.pick.visit for kept in state.waiting}
+    fresh = rest.make(settings)._ledger
+    fresh.restore(ledger)
+    assert fresh.num_open == len(kept)
+    rest.loop = Loop(
+        settings, fresh, (rest,) * 5, SELECTIONS["zero_variance"], Waits(), step=loop.step, version=loop.version, state=state
+    )
+    asked = []
+    submit = rest.submit
+
+    async def noting(visits):
+        asked.extend(visits)
+        await submit(visits)
+
+    rest.submit = noting
+    assert await rest.loop.run() == "done"
+    if oversample == 1:  # above it, what was kept beyond a full batch is surplus, and asked again
+        assert not kept & set(asked)
+    assert steps_of(cut, rest) == steps_of(whole)
+    for name in ("kept", "trained", "dropped/zero_variance_solved"):
+        assert fresh.counts[name] == whole.loop._ledger.counts[name]
+
+
+def test_a_ledger_and_groups_that_do_not_belong_together_are_refused():
+    world = World()
+    ledger = world.make()._ledger
+    ledger.keep(ledger.pick(1)[0].visit)
+    with pytest.raises(ValueError, match="1 visits are open at the start, but 0 groups are at hand"):
+        Loop(SETTINGS, ledger, (world,) * 5, SELECTIONS["zero_variance"], Waits(), step=0, version=0)

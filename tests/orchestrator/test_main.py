@@ -37,7 +37,9 @@ def probe(*arguments: str, folder: Path) -> tuple[int, str, str, str]:
     return done.returncode, done.stdout, "\n".join(errors), heavy.removeprefix("HEAVY ")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["doctor", "--help"], ["train", "--print-config"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["train", "--help"], ["doctor", "--help"], ["plan", "--help"], ["train", "--print-config"]]
+)
 def test_help_imports_nothing_heavy(arguments: list[str], tmp_path: Path):
     code, out, errors, heavy = probe(*arguments, folder=tmp_path)
     assert (code, errors, heavy) == (0, "", "[]")
@@ -61,11 +63,11 @@ BAD = {
     ("train", "data=jsonl", "data.sources.main.path=none.jsonl"): "limen: data.sources.main.path: no file '{folder}/none.jsonl'",
     ("train", "-m"): "limen: unknown option -m; there are --config-dir, --print-config, --help",
     ("train", "--config-dir"): "limen: --config-dir needs a folder: --config-dir DIR",
-    ("trian",): "limen: unknown verb 'trian'; there are train, build-model, eval, sample, doctor",
+    ("trian",): "limen: unknown verb 'trian'; there are train, build-model, eval, sample, plan, doctor",
     (
         "steps=3",
-    ): "limen: unknown verb 'steps=3'; there are train, build-model, eval, sample, doctor; overrides come after the verb",
-    (): "limen: name a verb: train, build-model, eval, sample, doctor; `limen --help` explains them",
+    ): "limen: unknown verb 'steps=3'; there are train, build-model, eval, sample, plan, doctor; overrides come after the verb",
+    (): "limen: name a verb: train, build-model, eval, sample, plan, doctor; `limen --help` explains them",
     ("doctor", "steps=3"): "limen: limen doctor takes no options or overrides",
 }
 

@@ -76,7 +76,8 @@ def test_step_metrics_of_a_worked_step():
     assert num_with_signal(outcome) == 1, "a surplus group was never seen by selection"
     assert metrics["eff/prompt_frac"] == pytest.approx(1 / 3)
     assert metrics["time/tokens_per_s"] == 24.0
-    assert metrics["drop/surplus"] == 2
+    assert metrics["time/num_surplus"] == 2
+    assert "drop/surplus" not in metrics, "it depends on the clock"
 
 
 def test_held_out_prompts_are_cut_by_stratum():

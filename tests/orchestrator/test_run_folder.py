@@ -33,7 +33,7 @@ def test_a_used_folder_is_refused(tmp_path):
     (folder / "metrics.jsonl").write_text("")
     with pytest.raises(ConfigError, match="not empty; it has no checkpoint to go on from; name a new one"):
         make_run_folder(str(folder), "train")
-    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / "step-000010").mkdir(parents=True)
     with pytest.raises(ConfigError, match="not empty; go on with it by resume="):
         make_run_folder(str(folder), "train")
 

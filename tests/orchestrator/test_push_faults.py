@@ -1,0 +1,505 @@
+"""Order and timing of a push with everything that can go wrong in it: a real receiver and real bytes, but fake engines and learner."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import numpy as np
+import pytest
+from ray.exceptions import ActorDiedError
+
+from configs.schema import DeadlinesConfig, Dtype
+from orchestrator import workers
+from orchestrator.errors import RunStopped
+from orchestrator.fleet import RayFleet, Worker
+from orchestrator.handles import StepReport
+from orchestrator.push import RayPusher
+from orchestrator.waits import DeadlinePassed, Waits
+from orchestrator.workers import Crew
+from rollout.engine import PushError, SwapReport, TokenScores
+from rollout.receiving import PushReceiver
+from rollout.records import Purpose, Visit
+from rollout.weights import Bucket, Manifest, TensorSpec, digest_bytes
+
+pytestmark = pytest.mark.timeout(20)
+
+ROWS = [np.array([1, 2, 3], dtype=np.int32)]
+NAMES = [f"layer.{i}.weight" for i in range(5)]
+MOVED = StepReport({}, 1, moved=True)
+
+
+def logps(values):
+    """What a model of these weights says of the two scored tokens."""
+    return np.array([values.sum(), values[0]], np.float32)
+
+
+class FakeLearner:
+    """Five tensors of one number, a bucket each."""
+
+    def __init__(self):
+        self.values = np.arange(1, 6, dtype=np.float32)
+        self.lie = lambda specs: specs
+        self.log = []
+        self.hang = False
+
+    async def buckets(self, generation, scale=1.0, receivers=()):
+        self.log.append(("gather", generation, scale))
+        self.specs, self.generation = [], generation
+        try:
+            for i, name in enumerate(NAMES):
+                if self.hang:
+                    await asyncio.sleep(60)
+                data = np.frombuffer((self.values[i : i + 1] * np.float32(scale)).tobytes(), np.uint8)
+                spec = TensorSpec(name, "float32", (1,), 4, digest_bytes(data))
+                (spec,) = self.lie([spec])
+                self.specs.append(spec)
+                yield Bucket(generation, i, (spec,), (0,), data)
+        finally:
+            self.log.append(("drained", generation, scale))
+
+    async def manifest(self):
+        return Manifest(self.generation, len(NAMES), tuple(self.specs))
+
+    async def score_tokens(self, rows, temperature):
+        return [logps(self.values)]
+
+
+class Call:
+    def __init__(self, engine, function):
+        self.engine, self.function = engine, function
+
+    def remote(self, *arguments):
+        return asyncio.ensure_future(self.engine.call(self.function, arguments))
+
+
+class FakeEngine:
+    """An actor whose ``faults`` say what happens at a call: a function of (call's name, its argument, how often it was called)."""
+
+    def __init__(self, name, faults=lambda call, argument, number: None):
+        self.name, self.faults = name, faults
+        self.receiver, self.values, self.version = PushReceiver(), np.full(5, -7, np.float32), -1
+        self.killed = asyncio.Event()
+        self.log = []
+        self.stuck = lambda: False  # loads nothing and says it did
+        for function in ("facts", "receive", "swap", "score_tokens", "submit", "cancel"):
+            setattr(self, function, Call(self, getattr(self, f"do_{function}")))
+        self.groups = self
+
+    def remote(self):
+        return self.stream()
+
+    async def stream(self):
+        await self.killed.wait()
+        raise ActorDiedError
+        yield
+
+    async def call(self, function, arguments):
+        name = function.__name__.removeprefix("do_")
+        self.log.append((name, *arguments[:1]))
+        fault = self.faults(name, arguments[0] if arguments else None, sum(entry[0] == name for entry in self.log))
+        if fault == "refuse":
+            raise PushError("layer.3.weight: digest 0000000000000001 sent, 0000000000000002 arrived")
+        if fault == "die":
+            self.killed.set()
+        if fault == "hang":
+            await self.killed.wait()
+        if self.killed.is_set():
+            raise ActorDiedError
+        await asyncio.sleep(0.001)
+        return function(*arguments)
+
+    def do_facts(self):
+        return {"pid": 0, "node": ""}
+
+    def do_receive(self, bucket):
+        self.receiver.add(bucket)
+
+    def do_swap(self, version, manifest):
+        buckets = self.receiver.take(manifest)
+        if not self.stuck():
+            self.values = np.concatenate([bucket.data.view(np.float32) for bucket in buckets])
+        self.version = version
+        return SwapReport(version, len(buckets), manifest.num_bytes, 0, 0, 0.001)
+
+    def do_score_tokens(self, rows, temperature):
+        return [TokenScores(logps(self.values), np.ones(2, np.int32))]
+
+    def do_submit(self, requests):
+        assert sum(entry[0] == "swap" for entry in self.log) >= 3, "visits before its weights were proven"
+
+    def do_cancel(self, visits):
+        pass
+
+
+class World:
+    def __init__(self, monkeypatch, num_workers=2, *, dtype=Dtype.float32, faults=None, **deadlines):
+        """``faults``: by a worker's name."""
+        self.engines, self.events, self.faults = {}, [], faults or {}
+        self.learner = FakeLearner()
+        self.waits = Waits()
+        self.fleet = RayFleet([], lambda visit: visit)
+        deadlines = DeadlinesConfig(**({"receive_s": 0.1, "push_s": 5.0, "start_s": 5.0} | deadlines))
+
+        async def end(crew, worker):
+            worker.actor.killed.set()
+
+        monkeypatch.setattr(Crew, "_end", end)
+        self.crew = Crew(self.fleet, self.make, self.waits, deadlines, self.event)
+        self.pusher = RayPusher(
+            self.learner, self.crew, self.waits, deadlines, self.event, dtype=dtype, temperature=1.0, rows=ROWS
+        )
+        self.num_workers = num_workers
+
+    def make(self, slot, number):
+        name = f"rollout-{slot}" + (f".{number}" if number else "")
+        self.engines[name] = FakeEngine(name, self.faults.get(name, lambda *_: None))
+        return Worker(name, self.engines[name])
+
+    def event(self, name, **fields):
+        self.events.append((name, fields))
+
+    def named(self, name):
+        return [fields for event, fields in self.events if event == name]
+
+    async def start(self):
+        await self.crew.start([self.make(slot, 0) for slot in range(self.num_workers)])
+        await self.pusher.push(0)
+        self.events.clear()
+        self.learner.log.clear()
+
+    async def step(self, version, report=MOVED):
+        await self.pusher.hold()
+        if report.moved:
+            self.learner.values = self.learner.values + np.float32(0.25)
+        return await self.pusher.push(version, report)
+
+    async def until(self, condition):
+        async with asyncio.timeout(5):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    def in_use(self):
+        return [worker.name for worker in self.fleet.workers]
+
+
+@pytest.fixture
+async def world(monkeypatch):
+    made = []
+
+    def make(*arguments, **keywords):
+        made.append(World(monkeypatch, *arguments, **keywords))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.crew.close()
+        one.fleet.close()
+
+
+def at(call, number, fault):
+    return lambda name, argument, times: fault if (name, times) == (call, number) else None
+
+
+async def test_new_engines_are_proven_by_three_pushes_for_all_of_them_at_once(world):
+    w = world()
+    await w.crew.start([w.make(0, 0), w.make(1, 0)])
+    assert w.in_use() == []
+    await w.pusher.push(7)
+    assert [entry for entry in w.learner.log if entry[0] == "gather"] == [
+        ("gather", 1, 1.0),
+        ("gather", 2, 1.015625),
+        ("gather", 3, 1.0),
+    ]
+    assert w.in_use() == ["rollout-0", "rollout-1"]
+    for fields in w.named("proven"):
+        assert fields["version"] == 7
+        assert fields["max_difference"] == fields["not_restored"] == 0
+        assert fields["moved"] == pytest.approx(15 * 2**-6)  # the sum of 1 .. 5, scaled
+    assert len(w.named("proven")) == 2
+    assert {engine.version for engine in w.engines.values()} == {7}
+
+
+async def test_a_step_is_one_generation(world):
+    w = world()
+    await w.start()
+    metrics = await w.step(1)
+    assert w.learner.log == [("gather", 4, 1.0), ("drained", 4, 1.0)]
+    assert metrics["push/num_generations"] == 1
+    assert metrics["push/changed_frac"] == 1
+    assert metrics["push/sent_bytes"] == 20
+    assert metrics["push/num_replaced"] == 0
+    assert w.events == []
+
+
+def fails_in_bucket_3(fault):
+    """Of the first step's push: the fourth that sends the engine five buckets."""
+    return at("receive", 3 * 5 + 4, fault)
+
+
+@pytest.mark.parametrize(("fault", "kind"), [("hang", "silent"), ("die", "dead")])
+async def test_survivors_end_the_push_and_the_lost_worker_is_replaced_proven_and_in_use(world, fault, kind):
+    w = world(faults={"rollout-1": fails_in_bucket_3(fault)})
+    await w.start()
+    metrics = await w.step(1)
+    assert w.engines["rollout-0"].version == 1
+    np.testing.assert_array_equal(w.engines["rollout-0"].values, w.learner.values)
+    assert w.learner.log[:4] == [("gather", 4, 1.0), ("drained", 4, 1.0), ("gather", 5, 1.0), ("drained", 5, 1.0)]
+    assert metrics["push/num_generations"] == 2
+    assert metrics["push/num_replaced"] == 1
+    (aborted,), (lost,) = w.named("push_aborted"), w.named("worker_lost")
+    assert aborted["generation"] == 4
+    assert list(aborted["reasons"]) == ["rollout-1"]
+    assert (lost["worker"], lost["kind"]) == ("rollout-1", kind)
+    if fault == "hang":
+        assert "bucket 3 of generation 4" in lost["reason"]
+    assert [entry for entry in w.engines["rollout-1"].log if entry[0] == "swap"] == [("swap", 0), ("swap", -1), ("swap", 0)]
+    await w.until(lambda: w.in_use() == ["rollout-0", "rollout-1.1"])
+    (proven,) = w.named("proven")
+    assert (proven["worker"], proven["version"]) == ("rollout-1.1", 1)
+    await w.step(2)
+    assert {w.engines[name].version for name in w.in_use()} == {2}
+
+
+async def test_who_has_swapped_gets_no_second_generation(world):
+    w = world(faults={"rollout-1": at("swap", 4, "die")})
+    await w.start()
+    metrics = await w.step(1)
+    assert metrics["push/num_generations"] == 1
+    assert sum(entry == ("swap", 1) for entry in w.engines["rollout-0"].log) == 1
+
+
+async def test_a_refused_push_is_sent_once_more_to_those_who_lack_it(world):
+    w = world(faults={"rollout-1": at("swap", 4, "refuse")})
+    await w.start()
+    metrics = await w.step(1)
+    assert metrics["push/num_generations"] == 2
+    assert metrics["push/num_replaced"] == 0
+    (retried,) = w.named("push_retried")
+    assert retried["worker"] == "rollout-1"
+    assert "digest 0000000000000001 sent, 0000000000000002 arrived" in retried["reason"]
+    assert w.engines["rollout-1"].version == 1
+    assert sum(entry == ("swap", 1) for entry in w.engines["rollout-0"].log) == 1
+    await w.step(2)
+    assert w.in_use() == ["rollout-0", "rollout-1"]
+
+
+async def test_the_ladder_ends_with_both_numbers(world):
+    """Refused, sent once more, a new engine, and that one refuses too."""
+    refuses = lambda call, argument, number: "refuse" if call == "swap" and argument == 1 else None  # noqa: E731
+    w = world(faults={"rollout-1": refuses, "rollout-1.1": refuses})
+    await w.start()
+    await w.step(1)
+    assert w.engines["rollout-0"].version == 1, "the other engine goes on meanwhile"
+    with pytest.raises(
+        RunStopped, match=r"rollout-1\.1 fails at version 1.*digest 0000000000000001 sent, 0000000000000002 arrived"
+    ):
+        await w.fleet.next_finished()
+    assert [name for name, _ in w.events] == ["push_retried", "worker_lost", "worker_replaced"]
+
+
+async def test_an_engine_that_loads_only_once_is_told(world):
+    """It reports success, and agrees with the learner after the first push."""
+    w = world(1)
+    make = w.make
+
+    def make_stuck(slot, number):
+        worker = make(slot, number)
+        worker.actor.stuck = lambda: sum(entry[0] == "swap" for entry in worker.actor.log) > 1
+        return worker
+
+    w.crew._make = make_stuck
+    await w.crew.start([make_stuck(0, 0)])
+    with pytest.raises(RunStopped, match=r"all weights times 1.01562 moved .* by 0, at least 0.001 is due"):
+        await w.pusher.push(0)
+    assert w.in_use() == []
+
+
+async def test_an_engine_that_never_loads_is_told(world):
+    w = world(1)
+    make = w.make
+
+    def make_deaf(slot, number):
+        worker = make(slot, number)
+        worker.actor.stuck = lambda: True
+        return worker
+
+    w.crew._make = make_deaf
+    await w.crew.start([make_deaf(0, 0)])
+    # 15 and 1 by the learner, -35 and -7 by the engine
+    with pytest.raises(RunStopped, match=r"differ from the learner's by 50 at most and 29 on average; 0.0001 at most is allowed"):
+        await w.pusher.push(0)
+    assert [name for name, _ in w.events] == ["push_retried", "worker_lost", "worker_replaced"]
+
+
+@pytest.mark.parametrize(
+    ("lie", "text"),
+    [
+        (
+            lambda s: dataclasses.replace(s, name="new.weight") if s.name == NAMES[2] else s,
+            "layer.2.weight is missing; new.weight is new",
+        ),
+        (
+            lambda s: dataclasses.replace(s, dtype="bfloat16", shape=(2,)) if s.name == NAMES[2] else s,
+            r"layer.2.weight is bfloat16 \(2,\), was float32 \(1,\)",
+        ),
+    ],
+)
+async def test_a_sender_that_is_wrong_consistently_is_asked_again_and_then_stops_the_run(world, lie, text):
+    w = world()
+    await w.start()
+    w.learner.lie = lambda specs: [lie(spec) for spec in specs]
+    with pytest.raises(RunStopped, match=f"the learner sent 5 tensors, 5 before, and they are not the same: {text}"):
+        await w.step(1)
+    assert {engine.version for engine in w.engines.values()} == {0}, "no engine swapped"
+    assert [entry for entry in w.learner.log if entry[0] == "gather"] == [("gather", 4, 1.0), ("gather", 5, 1.0)]
+    assert len(w.named("push_retried")) == 1
+
+
+async def test_an_update_that_changed_nothing_stops_the_run(world):
+    w = world()
+    await w.start()
+    with pytest.raises(RunStopped, match="0 of 5 tensors changed although the update moved the weights"):
+        await w.pusher.push(1, MOVED)
+    assert len(w.named("push_retried")) == 1
+
+
+async def test_a_step_that_did_not_move_may_change_nothing(world):
+    w = world()
+    await w.start()
+    metrics = await w.step(1, StepReport({}, 1, moved=False))
+    assert metrics["push/changed_frac"] == 0
+
+
+async def test_bfloat16_may_hide_two_small_updates_in_a_row_and_no_third(world):
+    w = world(dtype=Dtype.bfloat16)
+    await w.start()
+    for version in (1, 2):
+        await w.pusher.push(version, MOVED)
+    await w.step(3)
+    for version in (4, 5):
+        await w.pusher.push(version, MOVED)
+    assert len(w.named("push_unchanged")) == 4
+    with pytest.raises(RunStopped, match="0 of 5 tensors changed"):
+        await w.pusher.push(6, MOVED)
+
+
+async def test_old_weights_sent_once_are_cured_by_gathering_anew(world):
+    w = world()
+    await w.start()
+    old, new = w.learner.values, w.learner.values + np.float32(0.25)
+    gather = w.learner.buckets
+
+    def stale_once(generation, scale=1.0, receivers=()):
+        w.learner.values = old if generation == 4 else new
+        return gather(generation, scale)
+
+    w.learner.buckets = stale_once
+    await w.pusher.push(1, MOVED)
+    np.testing.assert_array_equal(w.engines["rollout-0"].values, new)
+
+
+async def test_with_no_engine_left_the_push_waits_for_the_next_one(world):
+    w = world(1, faults={"rollout-0": fails_in_bucket_3("hang")})
+    await w.start()
+    metrics = await w.step(1)
+    assert w.in_use() == ["rollout-0.1"]
+    assert w.engines["rollout-0.1"].version == 1
+    assert metrics["push/num_replaced"] == 1
+
+
+async def test_no_worker_is_proven_while_the_weights_change(world):
+    w = world(faults={"rollout-1": at("submit", 1, "die")})
+    await w.start()
+    await w.pusher.hold()
+    w.learner.log.clear()
+    visits = [Visit(f"p{i}", 0, Purpose.TRAIN) for i in range(4)]
+    await w.fleet.submit(visits)
+    lost = await w.fleet.next_lost()
+    assert (lost.worker, lost.reason) == ("rollout-1", "lost_worker")
+    assert set(lost.visits) == {visits[1], visits[3]}
+    await w.until(lambda: w.named("worker_replaced"))
+    await asyncio.sleep(0.05)
+    assert w.learner.log == []
+    await w.pusher.push(1, StepReport({}, 1, moved=False))
+    await w.until(lambda: w.in_use() == ["rollout-0", "rollout-1.1"])
+    assert w.engines["rollout-1.1"].version == 1
+
+
+async def test_visits_wait_where_no_worker_is_left(world):
+    """B140: the first request of the new engine comes after its push (the fake asserts that), with no worker in between."""
+    w = world(1, faults={"rollout-0": at("submit", 1, "die")})
+    await w.start()
+    visit = Visit("p0", 0, Purpose.TRAIN)
+    await w.fleet.submit([visit])
+    lost = await w.fleet.next_lost()
+    await w.fleet.submit(lost.visits)
+    await w.until(lambda: w.in_use() == ["rollout-0.1"])
+    await w.until(lambda: ("submit", [visit]) in w.engines["rollout-0.1"].log)
+
+
+async def test_evaluation_visits_of_a_lost_worker_are_asked_of_the_others(world):
+    w = world(faults={"rollout-1": at("submit", 1, "die")})
+    await w.start()
+    visits = [Visit(f"p{i}", 0, Purpose.EVAL) for i in range(2)]
+    asking = asyncio.create_task(w.fleet.evaluate(visits))
+    await w.until(lambda: ("submit", [visits[1]]) in w.engines["rollout-0"].log)
+    asking.cancel()
+
+
+async def test_a_place_that_is_filled_too_often_stops_the_run(world):
+    w = world(faults={f"rollout-1.{n}": at("facts", 1, "die") for n in range(1, 9)} | {"rollout-1": fails_in_bucket_3("die")})
+    await w.start()
+    await w.step(1)
+    with pytest.raises(RunStopped, match=r"rollout-1\.3 is lost .*its place was filled 3 times already"):
+        await w.fleet.next_finished()
+    assert workers.MOST_REPLACEMENTS == 3
+
+
+async def test_two_pushes_at_once_go_one_after_the_other(world):
+    """B142."""
+    w = world()
+    await w.start()
+    await asyncio.gather(*(w.pusher.push(version, StepReport({}, 1, moved=False)) for version in (1, 2)))
+    assert w.learner.log == [("gather", 4, 1.0), ("drained", 4, 1.0), ("gather", 5, 1.0), ("drained", 5, 1.0)]
+    assert {engine.version for engine in w.engines.values()} == {2}
+
+
+async def test_after_an_exception_inside_a_push_the_next_one_goes(world):
+    """B142. The deadline names the push and what it waited for."""
+    w = world(push_s=0.2)
+    await w.start()
+    w.learner.hang = True
+    with pytest.raises(DeadlinePassed, match=r"push did not finish 'version 1' within 0\.2 s"):
+        await w.step(1)
+    w.learner.hang = False
+    await w.pusher.push(2, StepReport({}, 1, moved=False))
+    assert {engine.version for engine in w.engines.values()} == {2}
+
+
+async def test_a_mismatch_has_every_engine_proven_again_and_what_a_bad_one_made_is_not_used(world):
+    w = world()
+    await w.start()
+    await w.step(1, StepReport({"mismatch/same_version": 1e-6}, 1, moved=True))
+    await w.fleet.submit([Visit(f"p{i}", 0, Purpose.TRAIN) for i in range(2)])
+    bad = w.engines["rollout-1"]
+    swaps = len([entry for entry in bad.log if entry[0] == "swap"])
+    bad.stuck = lambda: len([entry for entry in bad.log if entry[0] == "swap"]) == swaps + 1
+    await w.step(2, StepReport({"mismatch/same_version": 0.05}, 1, moved=True))
+    (alarm,) = w.named("mismatch")
+    assert alarm["value"] == 0.05
+    assert alarm["allowed"] == 1e-3
+    lost = await w.fleet.next_lost()
+    assert (lost.worker, lost.reason, lost.visits) == ("rollout-1", "unproven", (Visit("p1", 0, Purpose.TRAIN),))
+    assert [bool(fields["problem"]) for fields in w.named("proven_again")] == [False, True]
+    assert len(w.named("push_retried")) == 1
+    assert w.in_use() == ["rollout-0", "rollout-1"], "the same version once more has cured it"
+    np.testing.assert_array_equal(bad.values, w.learner.values)
+
+
+async def test_a_false_alarm_costs_a_proof_and_nothing_else(world):
+    w = world()
+    await w.start()
+    await w.step(1, StepReport({"mismatch/same_version": 0.5}, 1, moved=True))
+    assert [name for name, _ in w.events] == ["mismatch", "proven_again", "proven_again"]
+    assert w.in_use() == ["rollout-0", "rollout-1"]
