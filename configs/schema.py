@@ -260,6 +260,9 @@ class RolloutConfig:
     max_model_tokens: int | None = knob(None, "longest prompt plus completion; without one, max_prompt_tokens + max_new_tokens")
     num_threads: int | None = knob(None, "threads of an engine on CPU; without one, set by the plan")
     record: bool = knob(False, "whether every kept group is written whole to the run's folder")
+    source_run: str | None = knob(
+        None, "folder of a run made with `rollout.record=true`: its groups are trained on, and no engine runs"
+    )
 
 
 @dataclass

@@ -178,6 +178,15 @@ def _check_rollout(config: Config) -> None:
             f"cluster.placement=colocated, rollout.max_lag={rollout.max_lag}: above lag 0 engines generate while the learner trains, which "
             "needs devices of their own; cluster.placement=split works, or rollout.max_lag=0"
         )
+    if rollout.source_run is not None and rollout.max_lag > 0:
+        raise ConfigError(
+            f"rollout.source_run is set, rollout.max_lag={rollout.max_lag}: a replay has nothing to generate ahead; rollout.max_lag=0 works"
+        )
+    if rollout.source_run is not None and rollout.transport is not Transport.local:
+        raise ConfigError(
+            f"rollout.source_run is set, rollout.transport={rollout.transport.value}: a replay has no engine to send to; "
+            "rollout.transport=local works"
+        )
     bound = rollout.max_visits_per_step
     if bound is not None and bound < config.batch.groups_per_step:
         groups = config.batch.groups_per_step

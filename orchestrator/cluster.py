@@ -40,6 +40,8 @@ class Demand:
 
     @classmethod
     def of(cls, config: Config, *, gpu: bool) -> Demand:
+        if config.rollout.source_run is not None:  # no engine and no verifier
+            return cls(num_cpus=config.learner.num_ranks, num_gpus=config.learner.num_ranks if gpu else 0)
         devices = config.rollout.num_workers * config.rollout.tensor_parallel_size + config.learner.num_ranks
         return cls(num_cpus=devices + config.reward.num_workers, num_gpus=devices if gpu else 0)
 

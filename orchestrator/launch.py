@@ -36,16 +36,18 @@ class Launcher:
         self._places: dict[str, Reservation] = {}
         self.nodes: dict[str, str] = {}  # of each worker, by its name: where its groups lie
 
-    async def reserve(self, *, with_ranks: bool) -> None:
-        """Reserves all devices of the run. Raises RunStopped where Ray has no place.
+    async def reserve(self, *, with_ranks: bool, with_engines: bool = True) -> None:
+        """Reserves all devices of the run, or those of a part. Raises RunStopped where Ray has no place.
 
         Workers are spread over the nodes, ranks are packed on few, where they talk fast. On GPUs the ranks choose first, so that they
         get whole nodes; on CPUs last, so that every node with workers has room for its verifiers.
         """
         config, devices = self._config, self._config.rollout.tensor_parallel_size
         ranks = functools.partial(reserve, "the learner ranks", [self._bundle(1)] * config.learner.num_ranks, "PACK")
-        if with_ranks and self._gpu:
+        if with_ranks and (self._gpu or not with_engines):
             self._places["ranks"] = await ranks()
+        if not with_engines:
+            return
         engines = [self._bundle(devices)] * config.rollout.num_workers
         self._places["workers"] = await reserve("the rollout workers", engines, "SPREAD")
         nodes = sorted(set(self._places["workers"].nodes()))
