@@ -14,6 +14,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from learner.formulas import formula
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Samples:
@@ -182,6 +184,11 @@ def is_per_token(estimator: Callable[..., Tensor]) -> bool:
     return bool(getattr(estimator, "per_token", False))
 
 
+def _group_formula(*, std_mode: str, eps: float) -> str:
+    return "R - mean of the group" if std_mode == "none" else f"(R - mean of the group) / ({std_mode} std of the group + {eps:g})"
+
+
+@formula(_group_formula, "DeepSeekMath 2402.03300, section 4.1.2")
 @_group_relative
 def grpo(samples: Samples, *, std_mode: Literal["unbiased", "population", "none"] = "unbiased", eps: float = 1e-6) -> Tensor:
     """A = (R - mean) / (std + eps) over the valid members of the group (DeepSeekMath 2402.03300, section 4.1.2).
@@ -201,12 +208,14 @@ def _normalise(x: Tensor, group: Tensor, std_mode: Literal["unbiased", "populati
     return centred if std_mode == "none" else centred / (groups.std(centred, std_mode)[groups.place] + eps)
 
 
+@formula("R - mean of the group", "Dr. GRPO 2503.20783")
 @_group_relative
 def dr_grpo(samples: Samples) -> Tensor:
     """A = R - mean of the group, without the standard deviation, which favours very easy and very hard prompts (2503.20783)."""
     return grpo(samples, std_mode="none")
 
 
+@formula("R - mean of the other members of the group", "RLOO 2402.14740")
 @_group_relative
 def rloo(samples: Samples) -> Tensor:
     """A = R - mean of the *other* members = n / (n - 1) (R - mean) (RLOO 2402.14740); 0 for a group of one."""
@@ -215,6 +224,7 @@ def rloo(samples: Samples) -> Tensor:
     return _spread(samples, groups.centre(returns(samples)) * (groups.count / others)[groups.place])
 
 
+@formula("(R - mean of the group) / (mean |R - mean| of the group + {eps})", "DGPO 2601.20614")
 @_group_relative
 def mad(samples: Samples, *, eps: float = 1e-6) -> Tensor:
     """A = (R - mean) / (mean |R - mean| + eps): the sum of |A| is the group's size, however hard the prompt (DGPO 2601.20614)."""
@@ -224,6 +234,7 @@ def mad(samples: Samples, *, eps: float = 1e-6) -> Tensor:
     return _spread(samples, centred / (groups.mean(centred.abs())[groups.place] + eps))
 
 
+@formula("(R - mean of the group) / (std over the batch + {eps})", "2508.08221")
 @_group_relative
 def batch_norm(samples: Samples, *, eps: float = 1e-6) -> Tensor:
     """A = (R - mean of the group) / (std of R over the whole batch + eps), unbiased (2508.08221).
@@ -235,6 +246,10 @@ def batch_norm(samples: Samples, *, eps: float = 1e-6) -> Tensor:
     return _spread(samples, Groups(samples.group[samples.valid]).centre(values) / (centre_all(values)[1] + eps))
 
 
+@formula(
+    "sum over reward parts k of w_k (r_k - mean_k of the group) / (std_k + {eps}) [std_mode={std_mode}, whitening={whitening}]",
+    "GDPO 2601.05242",
+)
 @_group_relative
 def gdpo(
     samples: Samples,
@@ -263,12 +278,17 @@ def gdpo(
     return _spread(samples, advantage)
 
 
+@formula("R - baseline [{baseline}]", "Williams 1992")
 def reinforce(samples: Samples, *, baseline: Literal["none", "batch_mean"] = "batch_mean") -> Tensor:
     """A = R - baseline (Williams 1992). ``baseline``: 0, or the mean over the valid samples of the rollout batch."""
     values = returns(samples)
     return _spread(samples, values if baseline == "none" else centre_all(values)[0])
 
 
+@formula(
+    "whitened over all tokens of the batch: R discounted by {gamma} a token from the end, less KL in the reward",
+    "REINFORCE++ 2501.03262",
+)
 @_per_token
 def reinforce_pp(samples: Samples, *, gamma: float = 1.0, eps: float = 1e-8) -> Tensor:
     """REINFORCE++ (2501.03262): A_t = whitened return of token t, flat float32 [sum of num_tokens].
@@ -280,6 +300,10 @@ def reinforce_pp(samples: Samples, *, gamma: float = 1.0, eps: float = 1e-8) -> 
     return _whitened_returns(samples, samples.values.double(), samples.valid, gamma, eps)
 
 
+@formula(
+    "whitened over all tokens of the batch: R - mean of the group, discounted by {gamma} a token from the end",
+    "REINFORCE++ 2501.03262, -baseline",
+)
 @_per_token
 @_group_relative
 def reinforce_pp_baseline(samples: Samples, *, gamma: float = 1.0, eps: float = 1e-8) -> Tensor:

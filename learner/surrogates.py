@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from learner.entropy import is_low_entropy
+from learner.formulas import formula
 from learner.loss_tokens import MAX_EXPONENT, LossTokens
 
 
@@ -29,6 +30,16 @@ class Surrogate:
     regions: Mapping[str, Tensor]  # bool, or float for a mean, [T] by name; a name in _pos or _neg is over that sign's tokens
 
 
+def _clip_formula(*, eps_low: float, eps_high: float, dual_c: float | None) -> str:
+    beyond = "" if dual_c is None else f", or A < 0 and r > {dual_c:g}"
+    return f"r, but 0 where A > 0 and r > 1 + {eps_high:g}, or A < 0 and r < 1 - {eps_low:g}{beyond}"
+
+
+def _no_ratio_formula(*, keep_clip_mask: bool, eps_low: float, eps_high: float) -> str:
+    return f"1, but 0 where A > 0 and r > 1 + {eps_high:g}, or A < 0 and r < 1 - {eps_low:g}" if keep_clip_mask else "1"
+
+
+@formula(_clip_formula, "PPO 1707.06347, eq. 7; GRPO 2402.03300; dual clip 1912.09729")
 def grpo(tokens: LossTokens, *, eps_low: float = 0.2, eps_high: float = 0.2, dual_c: float | None = None) -> Surrogate:
     """PPO's clip: L = max(-A r, -A clip(r, 1 - eps_low, 1 + eps_high)) (Schulman et al. 1707.06347, eq. 7; GRPO 2402.03300).
 
@@ -39,6 +50,10 @@ def grpo(tokens: LossTokens, *, eps_low: float = 0.2, eps_high: float = 0.2, dua
     return _clip(tokens.ratio, tokens.advantage, eps_low, eps_high, dual_c)
 
 
+@formula(
+    "s = exp(mean over the response of log r), but 0 where A > 0 and s > 1 + {eps_high}, or A < 0 and s < 1 - {eps_low}",
+    "GSPO 2507.18071, eq. 5 to 7",
+)
 def gspo(tokens: LossTokens, *, eps_low: float = 3e-4, eps_high: float = 4e-4) -> Surrogate:
     """The PPO clip on the response's ratio s = exp(mean over its loss tokens of log r) (GSPO 2507.18071, eq. 5 to 7).
 
@@ -50,6 +65,10 @@ def gspo(tokens: LossTokens, *, eps_low: float = 3e-4, eps_high: float = 4e-4) -
     return _clip(torch.exp(_response_log_ratio(tokens)), tokens.advantage, eps_low, eps_high, None)
 
 
+@formula(
+    "s = exp(mean over the response of log r), but 0 where A > 0 and s > 1 + {eps_high}, or A < 0 and s < 1 - {eps_low}",
+    "GSPO 2507.18071, section 4.3",
+)
 def gspo_token(tokens: LossTokens, *, eps_low: float = 3e-4, eps_high: float = 4e-4, max_log_ratio: float = 10.0) -> Surrogate:
     """GSPO's token form: s_t = sg(s) pi / sg(pi), its value s and its gradient each token's own (2507.18071, section 4.3).
 
@@ -62,6 +81,10 @@ def gspo_token(tokens: LossTokens, *, eps_low: float = 3e-4, eps_high: float = 4
     return _clip(torch.exp(_response_log_ratio(tokens).clamp(max=max_log_ratio)), tokens.advantage, eps_low, eps_high, None)
 
 
+@formula(
+    "min(1/r, {dual_c}) where A > 0, but 0 where r > 1 + {eps_high}; min(r, {dual_c}) where A < 0, but 0 where r < 1 - {eps_low}",
+    "ASPO 2510.06062 v2",
+)
 def aspo(tokens: LossTokens, *, eps_low: float = 0.2, eps_high: float = 0.2, dual_c: float = 3.0) -> Surrogate:
     """Asymmetric importance sampling (ASPO, arXiv 2510.06062 v2), three steps on the raw ratio, in this order:
 
@@ -76,6 +99,12 @@ def aspo(tokens: LossTokens, *, eps_low: float = 0.2, eps_high: float = 0.2, dua
     return _flip(tokens, eps_low, eps_high, dual_c)
 
 
+@formula(
+    "min(1/r, {dual_c}) where A > 0, but 0 where r > 1 + eps_high; min(r, {dual_c}) where A < 0, but 0 where r < 1 - eps_low; "
+    "eps_low, eps_high = {eps_low}, {eps_high} on the {entropy_quantile} lowest entropies of a response, else {uncertain_eps_low}, "
+    "{uncertain_eps_high}",
+    "script released with ASPO 2510.06062",
+)
 def aspo_archer(
     tokens: LossTokens,
     *,
@@ -98,6 +127,10 @@ def aspo_archer(
     return _flip(tokens, low, eps_high + (uncertain_eps_high - eps_high) * uncertain, dual_c)
 
 
+@formula(
+    "(mean of r over the response) where A > 0, r where A < 0; 0 where A > 0 and r > 1 + {eps_high}, or A < 0 and r < 1 - {eps_low}",
+    "ASPO 2510.06062 v2, ablation",
+)
 def pos_resp_mean(tokens: LossTokens, *, eps_low: float = 0.2, eps_high: float = 0.2) -> Surrogate:
     """An arm of the ASPO paper's ablation: PPO's hard masks on the raw ratio, then for A > 0 the response's mean ratio for r.
 
@@ -114,6 +147,7 @@ def pos_resp_mean(tokens: LossTokens, *, eps_low: float = 0.2, eps_high: float =
     return Surrogate(factor, value, plain.regions)
 
 
+@formula(_no_ratio_formula, "ASPO 2510.06062 v2, ablation")
 def no_ratio(tokens: LossTokens, *, keep_clip_mask: bool = True, eps_low: float = 0.2, eps_high: float = 0.2) -> Surrogate:
     """All ratios 1 (the ASPO paper's arm without importance sampling): factor 1, and 0 where PPO's hard mask says so.
 
@@ -127,6 +161,7 @@ def no_ratio(tokens: LossTokens, *, keep_clip_mask: bool = True, eps_low: float 
     return Surrogate(factor, -tokens.advantage * factor, plain.regions if keep_clip_mask else {})
 
 
+@formula("clip(r, {floor}, {cap})", "MiniMax-M1 2506.13585, eq. 4 and 5; bounds as ScaleRL and TRL write them")
 def cispo(tokens: LossTokens, *, cap: float = 5.0, floor: float = 0.0) -> Surrogate:
     """L = -sg(clip(r, floor, cap)) A l: the weight is clipped, no token is dropped (MiniMax-M1 2506.13585, eq. 4 and 5).
 
@@ -144,12 +179,14 @@ def cispo(tokens: LossTokens, *, cap: float = 5.0, floor: float = 0.0) -> Surrog
     return Surrogate(factor, -advantage * factor * tokens.logp, regions)
 
 
+@formula("clip(r, 1 - {eps_low}, 1 + {eps_high})", "MiniMax-M1 2506.13585, eq. 4 and 5; bounds as verl writes them")
 def cispo_relative(tokens: LossTokens, *, eps_high: float, eps_low: float = 1.0) -> Surrogate:
     """``cispo`` with the bounds 1 - eps_low and 1 + eps_high. An ``eps_low`` of 1 is no lower bound, as the paper has it."""
     _check_clip(eps_low, eps_high, None)
     return cispo(tokens, cap=1 + eps_high, floor=1 - eps_low)
 
 
+@formula("4 s (1 - s) r with s = sigmoid(tau (r - 1)); tau = {tau_pos} where A > 0, {tau_neg} where A < 0", "SAPO 2511.20347")
 def sapo(tokens: LossTokens, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Surrogate:
     """A soft gate for the clip: L = -A f(r), f(r) = sigmoid(tau (r - 1)) 4 / tau (SAPO 2511.20347).
 
@@ -167,6 +204,7 @@ def sapo(tokens: LossTokens, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> 
     return Surrogate(factor, -advantage * value, {"gate_pos": value, "gate_neg": value})
 
 
+@formula("r, but 0 where A > 0 and pi - pi_old > {max_shift}, or A < 0 and pi_old - pi > {max_shift}", "ours, after DPPO")
 def tv_mask(tokens: LossTokens, *, max_shift: float = 0.2) -> Surrogate:
     """Factor r, and 0 where the token's probability has already moved by more than ``max_shift`` the way its advantage points.
 
@@ -182,6 +220,7 @@ def tv_mask(tokens: LossTokens, *, max_shift: float = 0.2) -> Surrogate:
     return Surrogate(factor, -advantage * factor, {"hard_pos": hard_pos, "hard_neg": hard_neg})
 
 
+@formula("1", "Williams 1992")
 def reinforce(tokens: LossTokens) -> Surrogate:
     """L = -A l: factor 1 (Williams 1992). Nothing holds the policy near the one that sampled."""
     factor = (tokens.advantage != 0).float()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from learner.entropy import is_low_entropy
+from learner.formulas import formula
 from learner.loss_tokens import LossTokens
 
 Scheme = TypeVar("Scheme", bound=Callable[..., Tensor])
@@ -40,11 +41,13 @@ def is_whole_batch(scheme: Callable[..., Tensor]) -> bool:
     return bool(getattr(scheme, "whole_batch", False))
 
 
+@formula("1")
 def none(tokens: LossTokens) -> Tensor:
     """Every token counts alike."""
     return torch.ones_like(tokens.logp)
 
 
+@formula("{low} on the {quantile} lowest entropies of a response, {high} on the others", "2506.01939")
 def entropy_split(
     tokens: LossTokens, *, quantile: float = 0.8, low: float = 0.0, high: float = 1.0, normalise: bool = False
 ) -> Tensor:
@@ -59,6 +62,7 @@ def entropy_split(
     return _mean_one(weight, tokens.response) if normalise else weight
 
 
+@formula("{alpha} pi_old + 1 - {alpha}", "2505.12929")
 def ar(tokens: LossTokens, *, alpha: float = 0.3) -> Tensor:
     """alpha pi + (1 - alpha): improbable tokens, whose gradients are the largest, count less (2505.12929, advantage reweighting).
 
@@ -69,6 +73,7 @@ def ar(tokens: LossTokens, *, alpha: float = 0.3) -> Tensor:
     return alpha * tokens.old_logp.exp() + (1 - alpha)
 
 
+@formula("1 where pi_old <= {eta} in odd passes, where pi_old > {eta} in even ones, else 0", "Lopti 2505.12929")
 @_marked("pass_number")
 def lopti(tokens: LossTokens, *, eta: float = 0.5) -> Tensor:
     """1 for tokens with pi <= eta and 0 for the others in the first pass, the reverse in the second, and so on (2505.12929, Lopti).
@@ -83,6 +88,10 @@ def lopti(tokens: LossTokens, *, eta: float = 0.5) -> Tensor:
     return (improbable == (_need(tokens, "pass_number") % 2 == 0)).float()
 
 
+@formula(
+    "{lambda_r} on reasoning tokens, n softmax(H / {tau}) over the n action tokens",
+    "experimental, after the abstract of ActFocus 2605.14558",
+)
 @_marked("role", experimental=True)
 def act_focus(tokens: LossTokens, *, lambda_r: float = 0.1, tau: float | None = 1.0, normalise: bool = True) -> Tensor:
     """``lambda_r`` on reasoning tokens; n softmax(H / tau) over a response's n action tokens. Experimental: of ActFocus (2605.14558)
@@ -102,6 +111,10 @@ def act_focus(tokens: LossTokens, *, lambda_r: float = 0.1, tau: float | None = 
     return _mean_one(weight, tokens.response) if normalise else weight
 
 
+@formula(
+    "1 + {a_pos} (h - mean h) where A > 0, 1 - {a_neg} (h - mean h) where A < 0, in [{w_min}, {w_max}]; h: {surrogate}",
+    "experimental, after the abstract of ACPO 2607.03126",
+)
 @_marked("max_logp", experimental=True)
 def acpo(
     tokens: LossTokens,
@@ -135,6 +148,10 @@ def acpo(
     return (1 + change * centred).clamp(w_min, w_max)
 
 
+@formula(
+    "1 + {strength} sign(A) (sibling credit under the teacher, tau {tau}), in [{w_min}, {w_max}]",
+    "experimental, after the abstract of CRAFT 2606.29476",
+)
 @_marked("teacher_logp", "group", experimental=True, whole_batch=True)
 def craft(tokens: LossTokens, *, strength: float = 1.0, tau: float = 1.0, w_min: float = 0.5, w_max: float = 2.0) -> Tensor:
     """1 + strength sign(A) credit, clipped to [w_min, w_max], with ``sibling_credit``: what a better informed teacher would do more
