@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from learner.formulas import formula
 from learner.loss_tokens import MAX_EXPONENT, LossTokens
 
 
@@ -29,11 +30,13 @@ class Correction:
     regions: Mapping[str, Tensor] = field(default_factory=dict)  # bool [T] by name, shares of all tokens
 
 
+@formula("1")
 def none(tokens: LossTokens) -> Correction:
     """Weight 1. The learner's own old_logp is in the ratio, so the engine's numerics are not."""
     return Correction(torch.ones_like(tokens.logp))
 
 
+@formula("min(rho, {cap})", "truncated importance sampling, as verl and TRL have it")
 def tis_token(tokens: LossTokens, *, cap: float = 2.0) -> Correction:
     """Truncated importance sampling, token by token: min(rho, cap). Caps of 1.5 to 5 are usual."""
     _check_range(0.0, cap)
@@ -42,6 +45,7 @@ def tis_token(tokens: LossTokens, *, cap: float = 2.0) -> Correction:
     return Correction(rho.clamp(max=cap), regions=regions | {"above": rho > cap})
 
 
+@formula("min(product of rho over the response, {cap})", "truncated importance sampling, as verl has it")
 def tis_seq(tokens: LossTokens, *, cap: float = 2.0) -> Correction:
     """Truncated importance sampling of the whole response: min(product of rho, cap). Caps of 2 to 10 are usual.
 
@@ -49,10 +53,11 @@ def tis_seq(tokens: LossTokens, *, cap: float = 2.0) -> Correction:
     """
     _check_range(0.0, cap)
     log_rho, regions = _finite(tokens.old_logp - tokens.roll_logp)
-    rho = _exp(tokens.response_sum(log_rho).float())
+    rho = _exp(tokens.response_sum(log_rho))
     return Correction(rho.clamp(max=cap), regions=regions | {"above": rho > cap})
 
 
+@formula("rho where {low} <= rho <= {high}, else 0", "IcePop 2510.18855")
 def icepop(tokens: LossTokens, *, low: float = 0.5, high: float = 5.0) -> Correction:
     """rho where low <= rho <= high, else 0 (IcePop 2510.18855; also named ``mis_token``, masked importance sampling)."""
     _check_range(low, high)
@@ -60,13 +65,15 @@ def icepop(tokens: LossTokens, *, low: float = 0.5, high: float = 5.0) -> Correc
     return _masked(_exp(log_rho), low, high, regions)
 
 
+@formula("P = product of rho over the response, where {low} <= P <= {high}, else 0", "masked importance sampling, as TRL has it")
 def mis_seq(tokens: LossTokens, *, low: float = 0.0, high: float = 3.0) -> Correction:
     """The product of the response's rho where it lies in [low, high], else 0 for the whole response. TRL's bound is 3."""
     _check_range(low, high)
     log_rho, regions = _finite(tokens.old_logp - tokens.roll_logp)
-    return _masked(_exp(tokens.response_sum(log_rho).float()), low, high, regions)
+    return _masked(_exp(tokens.response_sum(log_rho)), low, high, regions)
 
 
+@formula("1 where {low} <= exp(mean of log rho over the response) <= {high}, else 0", "geometric rejection, as verl has it")
 def geometric(tokens: LossTokens, *, low: float = 0.999, high: float = 1.001) -> Correction:
     """Keeps a response whose geometric mean of rho, exp(mean log rho), lies in [low, high]: weight 1, else 0."""
     _check_range(low, high)
@@ -76,6 +83,7 @@ def geometric(tokens: LossTokens, *, low: float = 0.999, high: float = 1.001) ->
     return Correction((~(below | above)).float(), regions=regions | {"below": below, "above": above})
 
 
+@formula("1 where the mean of rho - log rho - 1 over the response <= {limit}, else 0", "as verl has it")
 def k3_rejection(tokens: LossTokens, *, limit: float = 0.01) -> Correction:
     """Keeps a response whose mean of rho - log rho - 1 is at most ``limit``: weight 1, else 0. Limits of 0.001 to 0.01 are usual."""
     if not limit >= 0:
@@ -86,6 +94,10 @@ def k3_rejection(tokens: LossTokens, *, limit: float = 0.01) -> Correction:
     return Correction((~above).float(), regions=regions | {"above": above})
 
 
+@formula(
+    "0 where A < 0 and the mean of log pi_engine - log pi over the response > {delta}, else 1",
+    "DeepSeek-V3.2, off-policy sequence masking",
+)
 def opsm(tokens: LossTokens, *, delta: float = 0.5) -> Correction:
     """Drops, of a response with mean(roll_logp - logp) > delta, the tokens with A < 0: weight 0, else 1 (DeepSeek-V3.2, off-policy
     sequence masking). It looks at the current policy: staleness and engine mismatch together."""
@@ -94,6 +106,7 @@ def opsm(tokens: LossTokens, *, delta: float = 0.5) -> Correction:
     return Correction((~dropped).float(), regions=regions | {"dropped": dropped})
 
 
+@formula("pi_prox / pi_behave, {mode} to [{lower}, {upper}]; r = pi / pi_prox, pi_prox {prox}", "2110.00641; AReaL 2505.24298")
 def decoupled(
     tokens: LossTokens,
     *,
@@ -129,6 +142,7 @@ def decoupled(
     return Correction(omega.clamp(lower, upper), prox_logp, regions | {"below": omega < lower, "above": omega > upper})
 
 
+@formula("1, with the engine's log-probabilities in r: r = pi / pi_engine", "ours")
 def bypass(tokens: LossTokens) -> Correction:
     """roll_logp stands in for old_logp: the ratio is pi / pi_engine, and no forward for old_logp is needed.
 

@@ -33,7 +33,7 @@ def is_low_entropy(entropy: Tensor, response: Tensor, quantile: float) -> Tensor
         return torch.zeros_like(response, dtype=torch.bool)
     # Sorting everything is most of the cost. A coarse histogram a response tells all but the tokens of the bin of its threshold.
     num_responses = int(response.max()) + 1
-    levels = min(9, (4 * len(entropy) // num_responses).bit_length() - 1)
+    levels = max(min(9, (4 * len(entropy) // num_responses).bit_length() - 1), 0)
     value = entropy.nan_to_num(nan=torch.inf).clamp(min=0).abs().view(torch.int32).long()
     coarse = value >> (_BITS - levels)
     bins = torch.bincount((response << levels) | coarse, minlength=num_responses << levels).view(num_responses, 1 << levels)

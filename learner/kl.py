@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from configs.schema import KlKind, KlRatio
-from learner.loss_tokens import MAX_EXPONENT
+from learner.loss_tokens import MAX_EXPONENT, LossTokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +62,14 @@ def weigh_by_ratio(term: KlTerm, ratio: Tensor, form: KlRatio) -> KlTerm:
         return term
     factor = term.value + term.factor if form is KlRatio.through else term.factor
     return KlTerm(factor=ratio * factor, value=ratio * term.value)
+
+
+def reference_log_ratio(tokens: LossTokens) -> tuple[Tensor, Tensor]:
+    """Where the KL term counts, bool [T], and d = logp - ref_logp there, 0 elsewhere."""
+    if tokens.ref_logp is None:
+        raise ValueError("a KL term needs ref_logp: set learner.reference=frozen, or algorithm.kl.kind=off")
+    in_kl = tokens.kl_mask != 0
+    return in_kl, torch.where(in_kl, tokens.logp - tokens.ref_logp, 0.0)
 
 
 KL_TERMS: dict[KlKind, Callable[[Tensor], KlTerm]] = {KlKind.k1: k1, KlKind.k2: k2, KlKind.k3: k3, KlKind.k3_plus: k3_plus}

@@ -69,18 +69,24 @@ class LossTokens:
         return torch.exp(self.log_ratio)
 
     def response_sum(self, values: Tensor) -> Tensor:
-        """At every token the sum of ``values`` [T] over its response's loss tokens, float64 [T]. A NaN reaches its whole response."""
-        sums = torch.zeros(len(values), dtype=torch.float64, device=values.device)
-        return sums.index_add(0, self.response, values.double()).index_select(0, self.response)
+        """At every token the sum of ``values`` [T] over its response's loss tokens, float32 [T]. A NaN reaches its whole response."""
+        return self._spread(torch.bincount(self.response, weights=values.double()))
 
     def response_mean(self, values: Tensor) -> Tensor:
         """At every token the mean of ``values`` [T] over its response's loss tokens, float32 [T]."""
-        return (self.response_sum(values) / self.response_sum(torch.ones_like(values))).float()
+        return self._spread(torch.bincount(self.response, weights=values.double()) / torch.bincount(self.response))
+
+    def response_length(self) -> Tensor:
+        """At every token the number of its response's loss tokens, float32 [T]."""
+        return self._spread(torch.bincount(self.response))
+
+    def _spread(self, of_response: Tensor) -> Tensor:
+        return of_response.float().index_select(0, self.response)
 
 
 def no_tokens() -> LossTokens:
     """Loss tokens of length 0 with every field there: enough to find a parameter out of range."""
-    fields = LossTokens.__slots__  # type: ignore[attr-defined]
+    fields = LossTokens.__slots__
     return LossTokens(**{name: torch.zeros(0, dtype=torch.int64 if name in INTEGER_FIELDS else torch.float32) for name in fields})
 
 
