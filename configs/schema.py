@@ -319,6 +319,7 @@ class AlgorithmConfig:
     kl: KlConfig = knob(KlConfig, "KL to the reference")
     entropy_beta: float = knob(0.0, "coefficient of the exact entropy bonus")
     adaptive_entropy: AdaptiveEntropyConfig = knob(AdaptiveEntropyConfig, "moves that coefficient towards a target entropy")
+    aux_scale: float = knob(0.0, "coefficient of the load-balancing loss of a mixture of experts' routers")
     mask_truncated: bool = knob(False, "leave completions that hit the token limit out of the loss")
 
 

@@ -84,6 +84,7 @@ _BOUNDS: dict[str, tuple[float, bool, float | None]] = {
     "learner.optimizer.min_learning_rate_ratio": _SHARE,
     "learner.optimizer.max_grad_norm": _FROM_0,
     "algorithm.kl.beta": _FROM_0,
+    "algorithm.aux_scale": _FROM_0,
     "reward.num_workers": _FROM_1,
     "reward.timeout_s": _ABOVE_0,
     "reward.memory_gib": _ABOVE_0,

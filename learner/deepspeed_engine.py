@@ -93,9 +93,9 @@ class DeepSpeedEngine:
         self.device = torch.device(self._engine.device)
         self.module: nn.Module = self._engine.module
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs: Any, **options: Any) -> Any:
         """One forward through the engine, so that ZeRO's hooks see it."""
-        return self._engine(*inputs)
+        return self._engine(*inputs, **options)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Adds the gradient of ``loss``, whose denominator is already global. ``last``: the step follows."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from learner.advantages import Groups, Samples, batch_norm, dr_grpo, grpo
+from learner.formulas import formula
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,19 +52,13 @@ def weigh_samples(
     return Weights((weight / (weight.sum() / kept.sum())).float(), kept), state
 
 
-def sample_weights(scheme: Callable[..., Any], samples: Samples, advantage: Tensor, params: Mapping[str, Any]) -> Tensor:
-    """``weigh_samples`` for a scheme that neither prunes nor remembers: the weight alone. Raises ValueError for one that does."""
-    weights, state = weigh_samples(scheme, samples, advantage, params)
-    if state is not None or not torch.equal(weights.kept, samples.valid):
-        raise ValueError(f"weighting {getattr(scheme, '__name__', repr(scheme))} prunes or remembers; use weigh_samples")
-    return weights.weight
-
-
+@formula("1")
 def none(samples: Samples, advantage: Tensor) -> Tensor:
     """Every sample counts alike."""
     return torch.ones_like(advantage)
 
 
+@formula("clip(|A0|^{alpha} / mean, {w_min}, {w_max}) at {level} level, A0 the advantage of base {base}", "ours")
 def magnitude(
     samples: Samples,
     advantage: Tensor,
@@ -108,6 +103,7 @@ def _at(samples: Samples, live: Tensor, weight: Tensor) -> Tensor:
     return torch.ones(len(samples.values), dtype=torch.float64).masked_scatter(samples.valid, of_valid)
 
 
+@formula("n softmax(-accuracy / {temperature}) over the n groups with signal", "DGPO 2601.20614")
 def dgpo_question(samples: Samples, advantage: Tensor, *, temperature: float = 2.0) -> Tensor:
     """W = n softmax(-accuracy / temperature) over the n groups with signal: hard prompts count more (DGPO 2601.20614).
 
@@ -132,6 +128,7 @@ class Anchor:
     history: list[float] = field(default_factory=list)  # the last values of C, the newest last
 
 
+@formula("exp(-sign(A) (pass rate - C)), C the pass rate as it moves [eta={eta}, window={window}]", "HA-DW 2601.08521")
 def ha_dw(state: Anchor, samples: Samples, advantage: Tensor, *, eta: float = 1.0, window: int = 10) -> tuple[Tensor, Anchor]:
     """W = exp(-sign(A) (p - C)): successes on prompts harder than usual count more, on easier ones less (HA-DW 2601.08521).
 
@@ -162,6 +159,7 @@ def ha_dw(state: Anchor, samples: Samples, advantage: Tensor, *, eta: float = 1.
 ha_dw.initial = Anchor()  # type: ignore[attr-defined]
 
 
+@formula("1 for the (1 - {pruning_rate}) of a group with the largest |A|; the others leave the batch", "CPPO 2503.22342")
 def cppo(samples: Samples, advantage: Tensor, *, pruning_rate: float = 0.5) -> Weights:
     """Keeps floor(n (1 - pruning_rate)) of a group's n valid members, at least one: those with the largest |A|, the earlier in the
     batch where equal (CPPO 2503.22342)."""
@@ -176,6 +174,7 @@ def cppo(samples: Samples, advantage: Tensor, *, pruning_rate: float = 0.5) -> W
     return Weights(torch.ones_like(advantage), samples.valid.masked_scatter(samples.valid, rank < keep[groups.place]))
 
 
+@formula("1 for the {num_kept} of a group with the largest variance of R; the others leave the batch", "PODS 2504.13818")
 def pods(samples: Samples, advantage: Tensor, *, num_kept: int = 4) -> Weights:
     """Keeps the ``num_kept`` of a group's valid members whose values have the largest variance (PODS 2504.13818, "max variance").
 
@@ -218,6 +217,7 @@ def _rank(groups: Groups, key: Tensor) -> tuple[Tensor, Tensor]:
     return rank, order
 
 
+@formula("{positive} where A > 0, {negative} where A < 0", "2506.01347")
 def sign(samples: Samples, advantage: Tensor, *, positive: float = 1.0, negative: float = 1.0) -> Tensor:
     """W = ``positive`` where A > 0, ``negative`` where A < 0, 1 where A = 0.
 
@@ -228,6 +228,7 @@ def sign(samples: Samples, advantage: Tensor, *, positive: float = 1.0, negative
     return torch.where(advantage > 0, positive, torch.where(advantage < 0, negative, 1.0))
 
 
+@formula("clip((mean length / length)^{power}, {w_min}, {w_max})", "ours")
 def length(samples: Samples, advantage: Tensor, *, power: float = 1.0, w_min: float = 0.25, w_max: float = 2.0) -> Tensor:
     """W = (mean length / length)^power, clipped to [w_min, w_max]; length counts loss tokens. Ours.
 

@@ -23,7 +23,6 @@ from learner.weighting import (
     magnitude,
     none,
     pods,
-    sample_weights,
     sign,
     weigh_samples,
 )
@@ -266,8 +265,6 @@ def test_weights_of_pruned_samples_do_not_count_in_the_mean():
         return Weights(torch.tensor([1.0, 9.0, 3.0]), torch.tensor([True, False, True]))
 
     assert weigh_samples(mine, samples, grpo(samples), {})[0].weight.tolist() == [0.5, 0.0, 1.5]
-    with pytest.raises(ValueError, match="weighting mine prunes or remembers; use weigh_samples"):
-        sample_weights(mine, samples, grpo(samples), {})
 
 
 @pytest.mark.parametrize("bad", [math.nan, -1.0, 0.0])
@@ -278,7 +275,7 @@ def test_weights_without_sense_are_refused(bad):
         return torch.full_like(advantage, bad)
 
     with pytest.raises(ValueError, match="weighting mine gave a weight"):
-        sample_weights(mine, samples, grpo(samples), {})
+        weigh_samples(mine, samples, grpo(samples), {})
 
 
 @pytest.mark.parametrize(
