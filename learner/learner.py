@@ -30,7 +30,7 @@ from learner.loss_tokens import LossTokens
 from learner.metric_sums import MetricSums, collect_sums
 from learner.model import ModelError, frozen_copy, load_model
 from learner.objective import Objective
-from learner.prepare import Rank, prepare_batch
+from learner.prepare import Rank, loss_tokens, prepare_batch
 from learner.samples import Gap, Inputs, MicroBatch, packed_tensors
 from learner.saving import export_model, force_to_disk, load_state, save_state
 from learner.spec import LearnerSpec, RolloutBatch
@@ -169,7 +169,7 @@ class Learner:
             return MetricSums({}, {}), 0.0
         if micro.old_logp is None:
             micro.old_logp = out.logp.detach()
-        tokens = self._loss_tokens(micro, micro.old_logp, out, pass_number)
+        tokens = loss_tokens(micro, out, pass_number, num_steps_before=self._num_steps_before, num_steps=self._num_steps_taken)
         credit = self.objective.credit(tokens)
         loss = (credit.logp * out.logp).sum() + (credit.entropy * out.entropy).sum()
         sums, logged = credit.sums, float(credit.loss)
@@ -180,30 +180,6 @@ class Learner:
             logged += aux_scale / micro.num_responses * aux_loss
         self.engine.backward(loss, last=last)
         return (sums + _mismatch(micro, tokens) if pass_number == 0 else sums), logged
-
-    def _loss_tokens(self, micro: MicroBatch, old_logp: Tensor, out: HeadOutput, pass_number: int) -> LossTokens:
-        ones = torch.ones_like(old_logp)
-        return LossTokens(
-            logp=out.logp.detach(),
-            entropy=out.entropy.detach(),
-            old_logp=old_logp,
-            roll_logp=micro.roll_logp,
-            ref_logp=micro.ref_logp,
-            advantage=micro.advantage,
-            sample_weight=micro.sample_weight,
-            token_weight=micro.token_weight,
-            correction=ones,
-            policy_denominator=micro.policy_denominator,
-            kl_denominator=micro.kl_denominator,
-            kl_mask=ones,
-            response=micro.inputs.response,
-            max_logp=out.max_logp,
-            group=micro.group,
-            pass_number=torch.full_like(micro.group, pass_number),
-            behave_step=micro.behave_step,
-            prox_step=ones * self._num_steps_before,
-            current_step=ones * self._num_steps_taken,
-        )
 
     def _check_streak(self) -> None:
         streak, limit = self.engine.num_skipped_in_a_row, self.spec.learner.max_skipped_steps

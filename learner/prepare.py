@@ -269,3 +269,30 @@ def _metrics(
     if known.table.kl is not None:
         metrics["kl/in_reward"] = float(known.table.sum_tokens(known.table.kl)[known.table.valid].mean())
     return metrics
+
+
+def loss_tokens(micro: MicroBatch, out: HeadOutput, pass_number: int, *, num_steps_before: int, num_steps: int) -> LossTokens:
+    """What the credit functions see of a micro-batch, whose ``old_logp`` is there. The numbers of optimizer steps taken: when its rollout
+    batch arrived, and now."""
+    ones = torch.ones_like(out.logp.detach())
+    return LossTokens(
+        logp=out.logp.detach(),
+        entropy=out.entropy.detach(),
+        old_logp=out.logp.detach() if micro.old_logp is None else micro.old_logp,
+        roll_logp=micro.roll_logp,
+        ref_logp=micro.ref_logp,
+        advantage=micro.advantage,
+        sample_weight=micro.sample_weight,
+        token_weight=micro.token_weight,
+        correction=ones,
+        policy_denominator=micro.policy_denominator,
+        kl_denominator=micro.kl_denominator,
+        kl_mask=ones,
+        response=micro.inputs.response,
+        max_logp=out.max_logp,
+        group=micro.group,
+        pass_number=torch.full_like(micro.group, pass_number),
+        behave_step=micro.behave_step,
+        prox_step=ones * num_steps_before,
+        current_step=ones * num_steps,
+    )
