@@ -94,7 +94,7 @@ class Launcher:
 
     async def start_ranks(self, ranks: Sequence[Any], *, total_optimizer_steps: int) -> None:
         """Makes the learners, which meet at an address of rank 0's choosing."""
-        spec = material.learner_spec(self._config, self._material, total_optimizer_steps=total_optimizer_steps)
+        spec = material.learner_spec(self._config, self._material.model_path, total_optimizer_steps=total_optimizer_steps)
         address, port = await ranks[0].rendezvous.remote()
         transport = self._config.rollout.transport.value
         await asyncio.gather(*(rank.start.remote(LEARNER_MODULE, spec, address, port, transport) for rank in ranks))

@@ -180,7 +180,7 @@ def engine_spec(config: Config, material: Material, *, name: str, model_path: st
     }
 
 
-def learner_spec(config: Config, material: Material, *, total_optimizer_steps: int) -> dict[str, Any]:
+def learner_spec(config: Config, model_path: str, *, total_optimizer_steps: int) -> dict[str, Any]:
     """Fields of LearnerSpec."""
     return {
         "model": config.model,
@@ -192,7 +192,7 @@ def learner_spec(config: Config, material: Material, *, total_optimizer_steps: i
         "token_weighting": config.token_weighting,
         "correction": config.correction,
         "part_weights": {name: part.weight for name, part in config.reward.parts.items()},
-        "model_path": material.model_path,
+        "model_path": model_path,
         "temperature": config.rollout.temperature,
         "seed": config.seed,
         "total_optimizer_steps": total_optimizer_steps,

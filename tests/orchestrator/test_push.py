@@ -106,7 +106,7 @@ def pair(request, ray_instance):
     ray.get(
         learner.start.remote(
             "learner.learner",
-            material.learner_spec(config, stuff, total_optimizer_steps=1),
+            material.learner_spec(config, stuff.model_path, total_optimizer_steps=1),
             *ray.get(learner.rendezvous.remote()),
         )
     )
