@@ -14,10 +14,9 @@ from typing import Any
 from configs.build import schema_keys
 from configs.errors import ConfigError, did_you_mean
 from configs.paths import BUILT_IN
-from configs.schema import Config, Dtype, KlKind, LastBatch, Placement, Reference, SourceKind, Transport
+from configs.refusals import check_combinations
+from configs.schema import Config, Dtype, LastBatch, Placement, SourceKind, Transport
 
-# Advantages that compare the members of a group.
-GROUP_RELATIVE = {"grpo", "dr_grpo", "rloo", "mad", "batch_norm", "gdpo", "reinforce_pp_baseline"}
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 # Bounds of single keys: (smallest, whether it is allowed itself, largest). A key that is None passes.
@@ -84,6 +83,10 @@ _BOUNDS: dict[str, tuple[float, bool, float | None]] = {
     "learner.optimizer.min_learning_rate_ratio": _SHARE,
     "learner.optimizer.max_grad_norm": _FROM_0,
     "algorithm.kl.beta": _FROM_0,
+    "algorithm.kl.entropy_quantile": _SHARE,
+    "algorithm.adaptive_entropy.target": _ABOVE_0,
+    "algorithm.adaptive_entropy.gain": _ABOVE_0,
+    "algorithm.adaptive_entropy.max_beta": _ABOVE_0,
     "algorithm.aux_scale": _FROM_0,
     "reward.num_workers": _FROM_1,
     "reward.timeout_s": _ABOVE_0,
@@ -144,11 +147,6 @@ def _check_batch(config: Config) -> None:
             f"batch.groups_per_step={batch.groups_per_step} is not divisible by batch.num_mini_batches={batch.num_mini_batches}; "
             f"batch.groups_per_step={' or '.join(map(str, works))} works, or batch.num_mini_batches={divisors[-1]}"
         )
-    if batch.group_size < 2 and config.advantage.name in GROUP_RELATIVE:
-        raise ConfigError(
-            f"batch.group_size={batch.group_size}: advantage={config.advantage.name} compares the completions of a group; "
-            "batch.group_size=2 or more works, or advantage=reinforce"
-        )
 
 
 def _check_rollout(config: Config) -> None:
@@ -197,20 +195,11 @@ def _check_rollout(config: Config) -> None:
 
 
 def _check_learner(config: Config) -> None:
-    learner, kl = config.learner, config.algorithm.kl
+    learner = config.learner
     if config.model.dtype is Dtype.bfloat16 and learner.zero_stage == 0:
         raise ConfigError(
             "model.dtype=bfloat16, learner.zero_stage=0: without a stage DeepSpeed accumulates gradients in bfloat16; "
             "learner.zero_stage=1 works"
-        )
-    if kl.kind is not KlKind.off and learner.reference is Reference.off:
-        raise ConfigError(
-            f"algorithm.kl.kind={kl.kind.value} needs a reference: learner.reference=frozen works, or algorithm.kl.kind=off"
-        )
-    if kl.kind is not KlKind.off and kl.beta == 0:
-        raise ConfigError(
-            f"algorithm.kl.kind={kl.kind.value}, algorithm.kl.beta=0: the term does nothing; algorithm.kl.beta=0.001 works, "
-            "or algorithm.kl.kind=off"
         )
     optimizer = learner.optimizer
     if optimizer.warmup_steps and optimizer.warmup_ratio:
@@ -291,4 +280,5 @@ _CHECKS: tuple[Callable[[Config], None], ...] = (
     _check_model,
     _check_data,
     _check_reward,
+    check_combinations,
 )

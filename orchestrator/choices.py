@@ -13,8 +13,10 @@ import torch
 
 from configs.errors import ConfigError
 from configs.functions import check_params, resolve_function
+from configs.refusals import Facts, check_combinations
 from configs.schema import Config
-from learner.advantages import ADVANTAGES, Samples, estimate, is_group_relative
+from learner.advantages import ADVANTAGES, Samples, estimate, is_group_relative, is_per_token
+from learner.corrections import CORRECTIONS
 from learner.loss_tokens import no_tokens
 from learner.selection import SELECTIONS
 from learner.surrogates import SURROGATES, is_ratio_based
@@ -31,21 +33,24 @@ def check_functions(config: Config) -> None:
     weighting = _chosen("weighting", config.weighting.name, config.weighting.params, WEIGHTINGS)
     token_weighting = _chosen("token_weighting", config.token_weighting.name, config.token_weighting.params, TOKEN_WEIGHTINGS)
     _chosen("selection", config.selection.name, config.selection.params, SELECTIONS)
-    if config.correction.name != "none" or config.correction.params:
-        raise ConfigError(f"correction.name: there is no {config.correction.name!r} yet; correction=none works")
+    correction = _chosen("correction", config.correction.name, config.correction.params, CORRECTIONS)
     for name, part in config.reward.parts.items():
         key = f"reward.parts.{name}"
         function = resolve_function(part.function, VERIFIERS, f"{key}.function")
         check_params(function, part.params, f"{key}.params", GIVEN)
         bind_verifier(part.function, function, part.params, key)
-    _check_inert(config, surrogate)
-    _check_group_size(config, advantage)
+    facts = Facts(
+        ratio_based=is_ratio_based(surrogate), group_relative=is_group_relative(advantage), per_token=is_per_token(advantage)
+    )
+    check_combinations(config, facts)
     if config.algorithm.name in SURROGATES:
         _try_values("algorithm", lambda: surrogate(no_tokens(), **config.algorithm.params))
     if config.advantage.name in ADVANTAGES:
         _try_values("advantage", lambda: estimate(advantage, _no_samples(), config.advantage.params))
     if config.weighting.name in WEIGHTINGS:
         _try_values("weighting", lambda: weigh_samples(weighting, _no_samples(), torch.zeros(0), config.weighting.params))
+    if config.correction.name in CORRECTIONS:
+        _try_values("correction", lambda: correction(no_tokens(), **config.correction.params))
     if config.token_weighting.name in TOKEN_WEIGHTINGS:
         _try_values("token_weighting", lambda: token_weighting(no_tokens(), **config.token_weighting.params))
 
@@ -58,28 +63,6 @@ def _chosen(group: str, name: str, params: Mapping[str, Any], table: Mapping[str
             "%s=%s is experimental: it stands in for formulas that are not public, and no result was ever compared", group, name
         )
     return function
-
-
-def _check_inert(config: Config, surrogate: Callable[..., Any]) -> None:
-    """With one optimizer step a batch the ratio is exactly 1, and every algorithm that acts through it is the same."""
-    batch = config.batch
-    if batch.num_mini_batches * batch.num_passes > 1 or config.allow_inert or not is_ratio_based(surrogate):
-        return
-    works = next((n for n in (4, 2, 3) if batch.groups_per_step % n == 0), 1)
-    more = f"batch.num_mini_batches={works}" if works > 1 else "batch.num_passes=2"
-    raise ConfigError(
-        f"algorithm.name={config.algorithm.name}: with batch.num_mini_batches=1 and batch.num_passes=1 its ratio is always 1 and it "
-        f"does nothing; {more} works, or allow_inert=true"
-    )
-
-
-def _check_group_size(config: Config, advantage: Callable[..., Any]) -> None:
-    """Ours are in configs/validate.py by name; a user's function says it of itself."""
-    if config.batch.group_size < 2 and is_group_relative(advantage):
-        raise ConfigError(
-            f"batch.group_size={config.batch.group_size}: advantage.name={config.advantage.name} compares the completions of a "
-            "group; batch.group_size=2 or more works, or advantage=reinforce"
-        )
 
 
 def _try_values(group: str, call: Callable[[], Any]) -> None:

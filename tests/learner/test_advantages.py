@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.validate import GROUP_RELATIVE
+from configs.refusals import GROUP_RELATIVE
 from learner.advantages import (
     ADVANTAGES,
     Samples,

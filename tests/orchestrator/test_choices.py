@@ -33,7 +33,8 @@ WRONG = {
     "advantage=reinforce_pp advantage.params.gamma=2": "advantage.params: gamma must lie in (0, 1], got 2",
     "token_weighting=acpo token_weighting.params.surrogate=mode_logp": "token_weighting.params: surrogate=mode_logp needs vocab_size",
     "token_weighting.name=entropy": "token_weighting.name: there is no 'entropy'; there are acpo, act_focus, ar, craft, entropy_split, lopti, none;",
-    "correction.name=tis": "correction.name: there is no 'tis' yet; correction=none works",
+    "correction.name=tis": "correction.name: there is no 'tis'; there are bypass, decoupled, ",
+    "correction=tis_token correction.params.cap=0": "correction.params: the bounds must satisfy 0 <= lower < upper, got 0.0 and 0;",
     "reward.parts.exact_integer.params.lst=true": "reward.parts.exact_integer.params.lst: exact_integer has no such parameter; it takes last; did you mean 'last'?",
     "reward.parts.exact_integer.function=nowhere.py:f": "reward.parts.exact_integer.function: '{folder}/nowhere.py:f': no file '{folder}/nowhere.py'",
 }
@@ -106,7 +107,7 @@ def test_a_users_advantage_may_compare_the_members_of_a_group(tmp_path: Path):
     single = "batch.group_size=1"
     check(single, f"advantage.name={path}:g")
     check(f"advantage.name={path}:f", "advantage.params.shift=1")
-    with pytest.raises(ConfigError, match=r"batch\.group_size=1: .* compares the completions of a group; batch\.group_size=2"):
+    with pytest.raises(ConfigError, match=r"batch\.group_size=1, .* compares the completions of a group; batch\.group_size=2"):
         check(single, f"advantage.name={path}:f")
     for scheme in ("reinforce", "reinforce_pp"):
         check(single, f"advantage={scheme}")
