@@ -39,7 +39,7 @@ _URL_LOGIN = re.compile(r"(\w+://)[^/\s@]+@")
 REDACTED = "*** redacted ***"
 
 
-def load_config(overrides: Sequence[str], config_dir: Path | None = None) -> Config:
+def load_config(overrides: Sequence[str], config_dir: Path | None = None, *, combinations: bool = True) -> Config:
     """The checked configuration of a run.
 
     Args:
@@ -47,6 +47,7 @@ def load_config(overrides: Sequence[str], config_dir: Path | None = None) -> Con
             With ``resume=RUN_DIR`` among them, or ``checkpoint_dir`` in a run's folder, they apply to the configuration stored
             with that run.
         config_dir: a folder of the user's own YAML groups.
+        combinations: whether refused combinations raise.
 
     Raises:
         ConfigError: one line that names the key, and what would work.
@@ -61,7 +62,7 @@ def load_config(overrides: Sequence[str], config_dir: Path | None = None) -> Con
         _apply(config, override)
     built = build(Config, _resolve(config))
     make_absolute(built)
-    check_values(built)
+    check_values(built, combinations=combinations)
     return built
 
 

@@ -110,12 +110,15 @@ _BOUNDS: dict[str, tuple[float, bool, float | None]] = {
 } | {key: _ABOVE_0 for key, _ in schema_keys(Config) if key.startswith("deadlines.")}
 
 
-def check_values(config: Config) -> None:
-    """Raise ConfigError for the first value or combination of values that cannot run."""
+def check_values(config: Config, *, combinations: bool = True) -> None:
+    """Raise ConfigError for the first value or combination of values that cannot run; ``combinations`` False leaves out the table of
+    refused combinations, for who only reads a configuration."""
     for key, (low, inclusive, high) in _BOUNDS.items():
         _check_bounds(config, key, low, inclusive, high)
     for check in _CHECKS:
         check(config)
+    if combinations:
+        check_combinations(config)
 
 
 def _check_bounds(config: Config, key: str, low: float, inclusive: bool, high: float | None) -> None:
@@ -280,5 +283,4 @@ _CHECKS: tuple[Callable[[Config], None], ...] = (
     _check_model,
     _check_data,
     _check_reward,
-    check_combinations,
 )

@@ -13,12 +13,13 @@ from typing import Any
 
 from configs.errors import ConfigError
 from configs.functions import check_params, resolve_function
+from configs.refusals import Facts, refused
 from configs.schema import Aggregation, Choice, Config, KlFilter, KlKind, KlPlace, KlRatio
-from learner.advantages import ADVANTAGES
+from learner.advantages import ADVANTAGES, is_group_relative, is_per_token
 from learner.corrections import CORRECTIONS
 from learner.formulas import formula_of, source_of
 from learner.selection import SELECTIONS
-from learner.surrogates import SURROGATES
+from learner.surrogates import SURROGATES, is_ratio_based
 from learner.token_weights import TOKEN_WEIGHTINGS
 from learner.weighting import WEIGHTINGS
 from orchestrator.choices import check_functions
@@ -105,7 +106,7 @@ def explanation(config: Config) -> list[str]:
         "",
         *_tables(parts["algorithm"]),
         "",
-        *_refused(config),
+        *_refused(config, parts),
     ]
 
 
@@ -249,9 +250,13 @@ def _regions(names: tuple[str, ...]) -> str:
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
-def _refused(config: Config) -> list[str]:
-    try:
-        check_functions(config)
-    except ConfigError as error:
-        return [f"refused   {error}"]
-    return ["no rule refuses this combination"]
+def _refused(config: Config, parts: Mapping[str, Part]) -> list[str]:
+    surrogate, advantage = parts["algorithm"].function, parts["advantage"].function
+    facts = Facts(is_ratio_based(surrogate), is_group_relative(advantage), is_per_token(advantage))
+    messages = list(refused(config, facts))
+    if not messages:
+        try:
+            check_functions(config)
+        except ConfigError as error:
+            messages = [str(error)]
+    return [f"refused   {message}" for message in messages] or ["no rule refuses this combination"]

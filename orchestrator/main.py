@@ -30,6 +30,7 @@ class Verb:
     function: str
     takes_config: bool = True
     checks_functions: bool = True  # the functions it chooses: that imports torch, which a verb without them can spare
+    refuses: bool = True  # combinations that cannot mean what they say
     flags: tuple[str, ...] = ()  # options of its own, each with a value
     flagged: str = ""  # what does it where one of them is given: ``module:function`` of the flags, the overrides and --config-dir
 
@@ -66,6 +67,7 @@ VERBS = {
         "  --against OVERRIDES  a second scheme beside it: --against 'algorithm=grpo weighting=magnitude'",
         "orchestrator.explain:explain",
         checks_functions=False,
+        refuses=False,  # it names them
         flags=("--on", "--against"),
         flagged="orchestrator.explain_run:explain_run",
     ),
@@ -180,7 +182,7 @@ def _run(call: Call) -> int:
         return int(resolve_name(verb.function)())
     if call.flags:
         return int(resolve_name(verb.flagged)(call.flags, call.overrides, call.config_dir))
-    config = load_config(call.overrides, call.config_dir)
+    config = load_config(call.overrides, call.config_dir, combinations=verb.refuses)
     if call.print_config:
         print(dump_config(config, redact=True), end="")
         return 0

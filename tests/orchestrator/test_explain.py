@@ -129,7 +129,7 @@ TABLES = {
 
 
 def text_of(*overrides):
-    return "\n".join(explanation(load_config(overrides)))
+    return "\n".join(explanation(load_config(overrides, combinations=False)))
 
 
 def test_the_formula_of_the_default_has_its_numbers_and_sources():
@@ -206,7 +206,7 @@ PRESETS = [
 @pytest.mark.parametrize(("group", "name"), PRESETS)
 def test_every_shipped_preset_explains_itself(group, name):
     """Some are refused alone; they are explained all the same, and the rule is named."""
-    config = load_config([f"{group}={name}"])
+    config = load_config([f"{group}={name}"], combinations=False)
     lines = explanation(config)
     choice = config.algorithm if group == "algorithm" else getattr(config, group)
     assert any(f"{group}={choice.name}" in line for line in lines)
@@ -222,6 +222,20 @@ def test_a_refused_combination_is_explained_and_the_rule_named():
     text = text_of("batch.num_mini_batches=1")
     assert "one optimizer step a batch: r is exactly 1" in text
     assert "refused   algorithm.name=aspo: with batch.num_mini_batches=1 and batch.num_passes=1 its ratio is always 1" in text
+
+
+def test_every_rule_that_refuses_is_named_in_the_validators_words(capsys):
+    overrides = ["correction=bypass", "algorithm.kl.kind=k1", "rollout.top_p=0.9"]
+    with pytest.raises(ConfigError) as error:
+        load_config(overrides)
+    refused = [line for line in text_of(*overrides).splitlines() if line.startswith("refused   ")]
+    assert len(refused) == 3
+    assert refused[0] == f"refused   {error.value}"
+    assert "algorithm.name=aspo, correction.name=bypass" in refused[0]
+    assert "rollout.top_p=0.9" in refused[1]
+    assert "the gradient of k1 is 0 on average" in refused[2]
+    assert main(["explain", *overrides]) == 0
+    assert refused[2] in capsys.readouterr().out
 
 
 def test_a_value_out_of_range_is_one_error():
