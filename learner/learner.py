@@ -97,6 +97,7 @@ class Learner:
 
     def prepare(self, batch: RolloutBatch) -> PrepareReport:
         """Makes the batch ready to train, see ``prepare_batch``. Raises ValueError for what a chosen function cannot take."""
+        self.engine.check_states_are_here("prepare")
         here = Rank(
             rank=self.rank,
             world_size=self.world_size,
@@ -115,6 +116,7 @@ class Learner:
 
         Raises NonFiniteError after more than ``learner.max_skipped_steps`` steps in a row that were not finite.
         """
+        self.engine.check_states_are_here("train")
         steps, self._steps = self._steps, []
         sums = MetricSums({}, {})
         results: list[StepResult] = []
@@ -196,6 +198,17 @@ class Learner:
             torch.distributed.all_gather_object(parts, mine)
         return parts
 
+    # ---- its turn on a shared device --------------------------------------------------------------------------------
+
+    def offload(self) -> int:
+        """Ends its turn: lays aside what only training needs, and returns how many bytes of the device became free. The weights stay:
+        ``buckets``, ``export`` and ``score_tokens`` work, while ``prepare``, ``train``, ``save`` and ``load`` raise RuntimeError."""
+        return self.engine.offload()
+
+    def reload(self) -> None:
+        """Begins its turn."""
+        self.engine.reload()
+
     # ---- its weights ------------------------------------------------------------------------------------------------
 
     def score_tokens(self, rows: Sequence[NDArray[np.int32]], temperature: float) -> list[NDArray[np.float32]]:
@@ -228,8 +241,9 @@ class Learner:
         return self._manifest
 
     def save(self, folder: str | Path) -> list[str]:
-        """Writes masters, moments, counters and what the objective remembers, each rank its share. Returns the names of the files that this rank wrote, now on
-        the disk. All ranks call it; none waits for the others to have written."""
+        """Writes masters, moments, counters and what the objective remembers, each rank its share. Returns the names of the files that
+        this rank wrote, now on the disk. All ranks call it; none waits for the others to have written."""
+        self.engine.check_states_are_here("save")
         memory = self.objective.memory()
         return save_state(self.engine, self._parameters, Path(folder), rank=self.rank, memory=memory)
 
@@ -238,6 +252,7 @@ class Learner:
 
         Raises FileNotFoundError where there is nothing to restore, ValueError for another model, precision or optimizer.
         """
+        self.engine.check_states_are_here("load")
         self.objective.restore(load_state(self.engine, self._parameters, Path(folder)))
 
     def export(self, folder: str | Path) -> list[str]:

@@ -4,7 +4,8 @@
     rank-000-of-002-part-000.safetensors    NAME/master and NAME/<moment> of some parameters, each a whole float32 tensor
 
 Any number of ranks at any ZeRO stage reads what any other wrote. State and model are gathered a piece at a time on all ranks and
-written whenever a file is full.
+written whenever a file is full. A rank that cannot write goes on gathering to the end and raises then: the others take part in every
+gather, would wait in them for ever, and a run goes on after a save that failed.
 """
 
 from __future__ import annotations
@@ -34,6 +35,26 @@ _FLOAT32_BYTES = 4
 Files = dict[str, list[str]]  # names of files, each with the names of what it holds
 
 
+class _Writer:
+    """Writes files of tensors until one fails."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._error: Exception | None = None
+
+    def write(self, file: str, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+        if self._error is None:
+            try:
+                save_file(tensors, self._folder / file, metadata)
+            except Exception as error:  # safetensors has its own for a full disk; raised by ``finish``
+                self._error = error
+
+    def finish(self) -> None:
+        """Raises what the first failure raised."""
+        if self._error is not None:
+            raise self._error
+
+
 def save_state(
     engine: DeepSpeedEngine, parameters: Mapping[str, nn.Parameter], folder: Path, *, rank: int, memory: Mapping[str, Any]
 ) -> list[str]:
@@ -45,14 +66,16 @@ def save_state(
     hands = [[(owner, file, name) for file, names in files.items() for name in names] for owner, files in enumerate(dealt)]
     turns = [entry for turn in zip_longest(*hands) for entry in turn if entry is not None]  # so that all ranks fill files alike
     held: dict[str, Tensor] = {}
+    writer = _Writer(folder)
     states = engine.states([parameters[name] for *_, name in turns])
     for (owner, file, name), state in zip(turns, states, strict=True):
         if owner != rank:
             continue
         held |= {f"{name}/{part}": tensor.to("cpu", copy=True).contiguous() for part, tensor in state.items()}
         if name == dealt[rank][file][-1]:
-            save_file(held, folder / file)
+            writer.write(file, held)
             held = {}
+    writer.finish()
     written = list(dealt[rank])
     if rank == 0:
         files = {file: names for files in dealt for file, names in files.items()}
@@ -118,6 +141,7 @@ def export_model(model: LoadedModel, gathered: Gathered, folder: Path, *, rank: 
     """
     shards = plan_gathers(model, model.saved_keys, shard_bytes)
     file_of: dict[str, str] = {}
+    writer = _Writer(folder)
     for number, keys in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         shard: dict[str, Tensor] = {}
@@ -126,8 +150,9 @@ def export_model(model: LoadedModel, gathered: Gathered, folder: Path, *, rank: 
                 if rank == 0:
                     shard |= {n: t.to("cpu", copy=True).contiguous() for n, t in checkpoint_tensors(model, bucket).items()}
         if rank == 0:
-            save_file(shard, folder / file, metadata={"format": "pt"})
+            writer.write(file, shard, {"format": "pt"})
             file_of |= dict.fromkeys(shard, file)
+    writer.finish()
     if rank == 0:
         if len(shards) > 1:
             size = sum(whole_numel(t) * t.element_size() for t in map(model.tensor, model.saved_keys))

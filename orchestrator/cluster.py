@@ -142,7 +142,7 @@ def _join(address: str) -> None:
         ) from error
     try:
         if said.returncode:
-            raise ConnectionError(said.stderr.strip().splitlines()[-1])
+            raise ConnectionError((said.stderr.strip() or "no answer").splitlines()[-1])
         _init(address=address)
     except (ConnectionError, RuntimeError, RayError) as error:
         cause = error.__cause__ or error

@@ -150,26 +150,34 @@ def _splits(config: Config, shape: Shape, machines: Machines) -> Iterator[tuple[
 
 
 def place(config: Config, machines: Machines) -> Nodes | None:
-    """Roles on every device of every node; None where there are too few. Engines first, each whole on one node, then the ranks:
-    on the devices left, or colocated on the engines' own."""
+    """Roles on every device of every node; None where there are too few. An engine lies whole on one node.
+
+    As the launch reserves them (orchestrator/launch.py): ranks first, packed on few nodes, then engines, spread over the nodes.
+    Colocated, engines first, then ranks on the engines' own devices.
+    """
     width = config.rollout.tensor_parallel_size
     engines = [f"rollout-{i}" for i in range(config.rollout.num_workers)]
     ranks = [f"learner-{i}" for i in range(config.learner.num_ranks)]
     if machines.num_gpus == 0:
         return (((*engines, *ranks),),)
     nodes: list[list[list[str]]] = [[[] for _ in range(size)] for size in machines.node_sizes]
-    bundles = [node[start : start + width] for node in nodes for start in range(0, len(node) - width + 1, width)]
-    if len(bundles) < len(engines):
-        return None
-    for name, bundle in zip(engines, bundles, strict=False):
-        for device in bundle:
-            device.append(name)
     devices = [device for node in nodes for device in node]
-    devices = sorted(devices, key=lambda device: not device) if colocated(config) else [d for d in devices if not d]
-    if len(devices) < len(ranks):
+    if len(ranks) > len(devices):
         return None
-    for name, device in zip(ranks, devices, strict=False):
-        device.append(name)
+    if not colocated(config):
+        for name, device in zip(ranks, devices, strict=False):
+            device.append(name)
+    free = [[device for device in node if not device] for node in nodes]
+    for name in engines:
+        room = max(free, key=len)
+        if len(room) < width:
+            return None
+        for device in room[:width]:
+            device.append(name)
+        del room[:width]
+    if colocated(config):
+        for name, device in zip(ranks, sorted(devices, key=lambda device: not device), strict=False):
+            device.append(name)
     return tuple(tuple(tuple(device) for device in node) for node in nodes)
 
 

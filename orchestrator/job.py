@@ -24,7 +24,7 @@ from orchestrator import material
 from orchestrator.checkpoint import GROUPS, Checkpoint, Checkpoints, SaveFailed
 from orchestrator.console import View, evaluation_lines, make_view
 from orchestrator.evaluation import Evaluation, choose_prompts, evaluate
-from orchestrator.fleet import RayFleet, RayScorer, Worker
+from orchestrator.fleet import RayFleet, RayScorer, Worker, words
 from orchestrator.groups import held_groups, read_state, state_json, state_rows
 from orchestrator.handles import LearnerHandle, Scorer, StepReport
 from orchestrator.launch import Launcher, close_actors
@@ -45,6 +45,7 @@ from rollout.records import Purpose, Score, sampling_seed
 from rollout.sources import DataError
 
 DEFAULT_BATCHES_PER_STEP = 8  # bound on the visits of a step where rollout.max_visits_per_step is not set
+MOST_CHARACTERS = 400  # of a library's message within one of ours
 LOOP_LAG_ALARM_S = 0.5  # the driver was busy for so long that it held up the stages
 
 
@@ -320,8 +321,8 @@ class Job:
             self.checkpoint = await self._wait(self._write(state, held), "learner", name, deadline_s)
         except (DeadlinePassed, RayError, OSError) as error:
             stands = f"{self.checkpoint.name} stands" if self.checkpoint else "there is none before it"
-            cause = getattr(error, "cause", None) or error
-            raise SaveFailed(f"the {name} could not be written ({type(cause).__name__}: {cause}); {stands}") from error
+            reason = " ".join(words(error).split())[:MOST_CHARACTERS]
+            raise SaveFailed(f"the {name} could not be written ({reason}); {stands}") from error
         self._saved_step = step
         self._seconds["checkpoint"] += time.monotonic() - started
         self._recorder.event("checkpoint", step=step, folder=self.checkpoint.name)

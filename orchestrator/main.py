@@ -81,8 +81,9 @@ VERBS = {
     ),
     "doctor": Verb(
         "check this machine and its versions",
-        "Checks Python, the versions of the packages and whether they load, the machine's limits, the compiler and the GPU, and names\n"
-        "a fix for whatever is wrong. Exits with 2 where something is. Starts no run and takes no overrides.",
+        "Checks Python, the versions of the packages and whether they load, the machine's memory, limits, ports, compiler, GPU and\n"
+        "ways to lock a process in, and names a fix for whatever is wrong. Exits with 2 where something is. Starts no run and takes no\n"
+        "overrides.",
         "orchestrator.doctor:doctor",
         takes_config=False,
     ),

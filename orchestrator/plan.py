@@ -212,7 +212,7 @@ def _draw(config: Config, nodes: Nodes) -> Iterator[str]:
         for place, roles in enumerate(node):
             name = f"node {number}" if place == 0 else ""
             yield f"  {name:<9}{kind} {place}  {', '.join(roles) or 'idle'}"
-    yield f"  every node, on CPU: {config.reward.num_workers} verifiers"
+    yield f"  every node with rollout workers, on CPU: {config.reward.num_workers} verifier processes"
 
 
 def _describe_batch(batch: BatchPlan, config: Config) -> Iterator[str]:

@@ -6,6 +6,7 @@ weights lie beside the running model; a swap happens only where the engine is at
     submit(requests) ... poll() -> groups ...       generation
     receive(bucket) ... receive(bucket) swap(v, m)  a push: buckets land apart, then the model changes between two decode steps
     score_tokens(rows)                              teacher-forced log-probabilities: the proof of a push, reward by likelihood
+    sleep() ... wake(weights) swap(v, m) wake(cache)   the device is another's meanwhile; what was on it is lost
 """
 
 from __future__ import annotations
@@ -28,6 +29,13 @@ class OnSwap(StrEnum):
     RECOMPUTE = "recompute"  # preempted and recomputed on the new weights: exact
     KEEP = "keep"  # they go on over older keys and values; their later tokens are flagged ``mixed``
     FINISH = "finish"  # the swap waits until they are done
+
+
+class Wake(StrEnum):
+    """What a sleeping engine takes memory for again, in this order."""
+
+    WEIGHTS = "weights"
+    CACHE = "cache"
 
 
 class EngineError(RuntimeError):
@@ -87,10 +95,18 @@ class SwapReport:
 
 
 @dataclass(frozen=True, slots=True)
+class SleepReport:
+    """What sleep did."""
+
+    freed_bytes: int  # of the device, as measured there; 0 on CPU, where nothing is given away
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Health:
     """An engine's state, answered while it is generating."""
 
-    version: int  # -1 before the first swap of an engine that started from random weights
+    version: int  # -1 before the first swap of an engine that started from random weights, and from sleep to the next swap
     num_running: int  # completions being generated
     num_waiting: int
     num_tokens: int  # sampled since start
@@ -102,7 +118,7 @@ class Engine(Protocol):
     """A rollout engine. Every method may be called from any thread; each blocks at most for its own work."""
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """Queues visits. Raises EngineError when the engine has stopped, ValueError for a prompt that cannot fit."""
+        """Queues visits. Raises EngineError when the engine has stopped, ValueError for a prompt that cannot fit and while it sleeps."""
 
     def poll(self, timeout_s: float) -> list[Group]:
         """Finished groups, as each finishes; an empty list after ``timeout_s`` without one. Raises EngineError."""
@@ -126,6 +142,14 @@ class Engine(Protocol):
     def score_tokens(self, rows: Sequence[NDArray[np.int32]], temperature: float) -> list[TokenScores]:
         """Teacher-forced log-probabilities and ranks of rows of at least two tokens, under the current weights. Raises
         ValueError for a row that cannot be scored."""
+
+    def sleep(self) -> SleepReport:
+        """Gives the device's memory away, weights and cache. Raises ValueError while completions run or wait, and where it sleeps
+        already. Until both are awake and a swap has filled the weights, ``submit`` and ``score_tokens`` raise ValueError."""
+
+    def wake(self, what: Wake) -> None:
+        """Takes memory again: first for the weights, which only the next swap fills, then for the cache. Raises ValueError in
+        another order, and for what is awake."""
 
     def cancel(self, visits: Sequence[Visit]) -> None:
         """Drops visits; unknown ones are ignored. Their groups are not returned."""

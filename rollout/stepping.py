@@ -26,9 +26,21 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.engine import EngineError, GroupRequest, Health, OnSwap, PushError, Sampling, SwapReport, TokenScores
+from rollout.engine import (
+    EngineError,
+    GroupRequest,
+    Health,
+    OnSwap,
+    PushError,
+    Sampling,
+    SleepReport,
+    SwapReport,
+    TokenScores,
+    Wake,
+)
 from rollout.receiving import PushReceiver
 from rollout.records import Completion, Finish, Group, Visit
+from rollout.sleeping import SleepState
 from rollout.weights import Bucket, Manifest
 
 _CLOSE_S = 30.0  # how long ``close`` waits for the step in progress
@@ -73,6 +85,12 @@ class Stepper(Protocol):
 
     def score(self, rows: Sequence[NDArray[np.int32]], temperature: float) -> tuple[list[TokenScores], list[Produced]]:
         """Scores rows in steps in which running completions take part; what those made comes back as well."""
+
+    def sleep(self) -> int:
+        """Gives the memory of weights and cache away; the bytes that became free on the device. Nothing is running."""
+
+    def wake(self, what: Wake) -> None:
+        """Takes memory again. Weights hold nothing until ``load``."""
 
     def decode(self, token_ids: Sequence[NDArray[np.int32]]) -> list[str]:
         """Texts without special tokens."""
@@ -141,6 +159,7 @@ class SteppingEngine:
         self._queue: deque[_Running] = deque()
         self._ready: list[_OpenGroup] = []
         self._held: list[_OpenGroup] = []  # ended while paused
+        self._sleep = SleepState(name)
         self._closing = False
         self._error: str | None = None
         # The loop's own.
@@ -165,6 +184,7 @@ class SteppingEngine:
             self._stepper.check(request)
         with self._wake:
             self._raise_if_stopped()
+            self._sleep.may_compute()
             known = {request.visit for request in requests}
             if len(known) < len(requests) or known & self._open.keys():
                 raise ValueError(
@@ -203,6 +223,12 @@ class SteppingEngine:
         for row in rows:
             self._stepper.check_row(row)
         return self._call(lambda: self._score(rows, temperature))
+
+    def sleep(self) -> SleepReport:
+        return self._call(self._fall_asleep)
+
+    def wake(self, what: Wake) -> None:
+        self._call(lambda: self._wake_up(what))
 
     def cancel(self, visits: Sequence[Visit]) -> None:
         self._call(lambda: self._drop(set(visits)))
@@ -388,7 +414,9 @@ class SteppingEngine:
 
     def _swap(self, swap: _Swap) -> None:
         start = time.monotonic()
+        self._sleep.may_swap()
         self._stepper.load(swap.buckets, recompute=self._on_swap is OnSwap.RECOMPUTE)
+        self._sleep.swapped()
         self._version = swap.version
         mixed = self._on_swap is OnSwap.KEEP
         for one in self._live.values():
@@ -405,7 +433,21 @@ class SteppingEngine:
             )
         )
 
+    def _fall_asleep(self) -> SleepReport:
+        start = time.monotonic()
+        with self._wake:  # nobody submits between the look and the mark
+            self._sleep.may_sleep(len(self._live) + len(self._queue))
+            self._sleep.slept()
+        self._version = -1
+        return SleepReport(self._stepper.sleep(), time.monotonic() - start)
+
+    def _wake_up(self, what: Wake) -> None:
+        self._sleep.may_wake(what)
+        self._stepper.wake(what)
+        self._sleep.woke(what)
+
     def _score(self, rows: Sequence[NDArray[np.int32]], temperature: float) -> list[TokenScores]:
+        self._sleep.may_compute()
         scores, produced = self._stepper.score(rows, temperature)
         self._take(produced)
         return scores

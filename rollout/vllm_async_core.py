@@ -25,11 +25,33 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from rollout.engine import Engine, EngineError, GroupRequest, Health, OnSwap, PushError, SwapReport, TokenScores
+from rollout.engine import (
+    Engine,
+    EngineError,
+    GroupRequest,
+    Health,
+    OnSwap,
+    PushError,
+    SleepReport,
+    SwapReport,
+    TokenScores,
+    Wake,
+)
 from rollout.receiving import PushReceiver, some_lines
 from rollout.records import Completion, Finish, Group, Visit
+from rollout.sleeping import SleepState
 from rollout.tokenizer import load_tokenizer
-from rollout.vllm_in_process import EngineSpec, check_request, check_row, engine_args, sampling_params, set_prompt_temperature
+from rollout.vllm_in_process import (
+    SLEEP_LEVEL,
+    WAKE_TAGS,
+    EngineSpec,
+    check_request,
+    check_row,
+    engine_args,
+    free_bytes,
+    sampling_params,
+    set_prompt_temperature,
+)
 from rollout.vllm_weights import bucket_tensors, load_tensors
 from rollout.weights import Bucket, Manifest
 
@@ -53,6 +75,7 @@ class AsyncCoreEngine:
         self._spec = spec
         self._tokenizer = load_tokenizer(spec.tokenizer_path, spec.trust_remote_code)
         self._receiver = PushReceiver()
+        self._sleep = SleepState(spec.name)
         self._finished: queue.Queue[Group | BaseException] = queue.Queue()
         self._tasks: dict[Visit, asyncio.Task[None]] = {}
         self._request_ids = itertools.count()
@@ -107,6 +130,12 @@ class AsyncCoreEngine:
             check_row(row, self._spec.max_model_tokens, self._vocab_size)
         return self._run(self._score(rows, temperature))
 
+    def sleep(self) -> SleepReport:
+        return self._run(self._fall_asleep())
+
+    def wake(self, what: Wake) -> None:
+        self._run(self._wake_up(what))
+
     def cancel(self, visits: Sequence[Visit]) -> None:
         self._run(self._cancel(visits))
 
@@ -145,6 +174,7 @@ class AsyncCoreEngine:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**fields))
 
     async def _begin(self, requests: Sequence[GroupRequest]) -> None:
+        self._sleep.may_compute()
         for request in requests:
             if request.visit in self._tasks:
                 raise ValueError(f"visits submitted while the same are open: {request.visit}")
@@ -204,6 +234,7 @@ class AsyncCoreEngine:
 
     async def _swap(self, version: int, manifest: Manifest, buckets: list[Bucket]) -> SwapReport:
         start = time.monotonic()
+        self._sleep.may_swap()
         if self._spec.on_swap is OnSwap.FINISH:
             self._admitting.clear()
             if self._paused:
@@ -216,6 +247,7 @@ class AsyncCoreEngine:
             await self._llm.reset_prefix_cache(reset_running_requests=self._spec.on_swap is OnSwap.RECOMPUTE)
             await self._llm.update_weight_version(str(version))
             self._version = version
+            self._sleep.swapped()
         self._admitting.set()
         num_live = self._num_live
         if not self._paused:
@@ -228,6 +260,7 @@ class AsyncCoreEngine:
         return SwapReport(version, len(manifest.specs), manifest.num_bytes, num_live - mixed, mixed, time_s)
 
     async def _score(self, rows: Sequence[NDArray[np.int32]], temperature: float) -> list[TokenScores]:
+        self._sleep.may_compute()
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False)
         await self._llm.collective_rpc(set_prompt_temperature, args=(temperature,))
         if self._paused:
@@ -243,6 +276,20 @@ class AsyncCoreEngine:
                 TokenScores(np.array([f.logprob for f in found], np.float32), np.array([f.rank for f in found], np.int32))
             )
         return scores
+
+    async def _fall_asleep(self) -> SleepReport:
+        start = time.monotonic()
+        self._sleep.may_sleep(len(self._tasks))
+        self._sleep.slept()
+        self._version = -1
+        free = sum(await self._llm.collective_rpc(free_bytes))
+        await self._llm.sleep(SLEEP_LEVEL)
+        return SleepReport(sum(await self._llm.collective_rpc(free_bytes)) - free, time.monotonic() - start)
+
+    async def _wake_up(self, what: Wake) -> None:
+        self._sleep.may_wake(what)
+        await self._llm.wake_up([WAKE_TAGS[what]])
+        self._sleep.woke(what)
 
     async def _cancel(self, visits: Sequence[Visit]) -> None:
         for visit in visits:

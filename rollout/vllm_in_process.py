@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from vllm.engine.arg_utils import EngineArgs
@@ -24,7 +25,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from rollout.engine import Engine, EngineError, GroupRequest, OnSwap, PushError, Sampling, TokenScores
+from rollout.engine import Engine, EngineError, GroupRequest, OnSwap, PushError, Sampling, TokenScores, Wake
 from rollout.receiving import some_lines
 from rollout.records import Finish
 from rollout.stepping import Produced, SteppingEngine
@@ -34,6 +35,8 @@ from rollout.weights import Bucket
 
 _SCORE_ROWS = 16  # rows scored at once; each holds logits of its whole length
 _MIN_BATCH_TOKENS = 8192  # of one prefill step
+SLEEP_LEVEL = 2  # of vLLM's: weights and cache are thrown away, since every wake is followed by a push
+WAKE_TAGS = {Wake.WEIGHTS: "weights", Wake.CACHE: "kv_cache"}
 _FINISH = {FinishReason.STOP: Finish.STOP, FinishReason.LENGTH: Finish.LENGTH}
 
 
@@ -54,6 +57,7 @@ class EngineSpec:
     on_swap: OnSwap
     trust_remote_code: bool
     load_format: str = "dummy"  # random start weights, so that a tensor no push reaches shows; "auto" loads the model's own
+    sleeps: bool = False  # gives a GPU's memory away between its turns (cluster.placement=colocated)
 
 
 def make_engine(spec: EngineSpec) -> Engine:
@@ -152,6 +156,14 @@ class VllmStepper:
             scores += [score for score in waiting.values() if score is not None]
         return scores, produced
 
+    def sleep(self) -> int:
+        free = sum(self._core.collective_rpc(free_bytes))
+        self._core.sleep(SLEEP_LEVEL)
+        return sum(self._core.collective_rpc(free_bytes)) - free
+
+    def wake(self, what: Wake) -> None:
+        self._core.wake_up([WAKE_TAGS[what]])
+
     def decode(self, token_ids: Sequence[NDArray[np.int32]]) -> list[str]:
         return self._tokenizer.batch_decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
@@ -212,6 +224,7 @@ def engine_args(spec: EngineSpec) -> EngineArgs:
         tensor_parallel_size=spec.tensor_parallel_size,
         kv_cache_memory_bytes=int(spec.cache_gib * 2**30) if current_platform.is_cpu() else None,
         gpu_memory_utilization=spec.gpu_memory_share,
+        enable_sleep_mode=spec.sleeps and not current_platform.is_cpu(),  # vLLM refuses it on CPU, where sleep does nothing
         disable_log_stats=True,
     )
 
@@ -251,6 +264,11 @@ def _token_scores(output: EngineCoreOutput) -> TokenScores:
     if found is None:
         raise EngineError("vLLM returned no prompt log-probabilities")
     return TokenScores(found.logprobs[:, 0].numpy().copy(), found.selected_token_ranks.numpy().astype(np.int32))
+
+
+def free_bytes(_worker: Any) -> int:
+    """Of the worker's GPU, whoever uses it; 0 on CPU."""
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
 
 
 def set_prompt_temperature(worker: Any, temperature: float) -> None:

@@ -341,14 +341,11 @@ def test_every_shipped_choice_acts_or_is_refused(group, name, still):
 def test_every_shipped_algorithm_acts(name, still):
     config = yaml.safe_load((GROUPS / "algorithm" / f"{name}.yaml").read_text())
     if "algorithm" not in config:  # another name for a preset
-        (name,) = config["defaults"]
-        config = yaml.safe_load((GROUPS / "algorithm" / f"{name}.yaml").read_text())
-    algorithm, advantage = config["algorithm"], config.get("advantage", {"name": "grpo"})
-    surrogate = {
-        "algorithm": algorithm["name"],
-        "algorithm_params": algorithm.get("params") or {},
-        "advantage": Choice(**advantage),
-    }
+        config = yaml.safe_load((GROUPS / "algorithm" / f"{config['defaults'][0]}.yaml").read_text())
+    algorithm = config["algorithm"]
+    surrogate = {"algorithm": algorithm["name"], "algorithm_params": algorithm.get("params") or {}}
+    for default in config.get("defaults", []):
+        surrogate |= {group.removeprefix("override /"): Choice(other) for group, other in default.items()}
     aggregation = {"aggregation": Aggregation(algorithm["aggregation"])}
     assert differs(still(**surrogate, **aggregation), still(algorithm="reinforce", **aggregation))
 

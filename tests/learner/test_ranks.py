@@ -9,6 +9,7 @@ import importlib.util
 import json
 import math
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from configs.schema import Dtype, KlConfig, KlKind, Optimizer, Reference, Schedule
-from learner import batching, deepspeed_engine
+from learner import batching, deepspeed_engine, saving
 from rollout.weights import tensor_bytes
 
 pytestmark = pytest.mark.timeout(400)
@@ -164,10 +165,11 @@ def send_and_export(tools, stage, folder):
     folder.mkdir(exist_ok=True)
     sent = {spec.name: tensor_bytes(b, i).tobytes() for b in learner.buckets(1) for i, spec in enumerate(b.specs)}
     scaled = {spec.name: tensor_bytes(b, i).tobytes() for b in learner.buckets(2, 2.0) for i, spec in enumerate(b.specs)}
+    error = fail_on_one_rank(tools, learner.export, rank=0)
     files = learner.export(folder)
     rows = [np.arange(4, 4 + n, dtype=np.int32) for n in (9, 3, 20)]
     scores = learner.score_tokens(rows, 0.7)
-    return {"sent": sent, "scaled": scaled, "files": files, "scores": scores, "weights": tools.weights(learner)}
+    return {"sent": sent, "scaled": scaled, "error": error, "files": files, "scores": scores, "weights": tools.weights(learner)}
 
 
 def go_on(learner, tools):
@@ -178,18 +180,33 @@ def go_on(learner, tools):
     return state_of(learner) | {f"{name}/weight": w for name, w in tools.weights(learner).items()}
 
 
+def fail_on_one_rank(tools, write, rank):
+    """Has ``rank`` write into a folder that does not exist, at the first of many files; the name of the error here."""
+    file_bytes, saving.STATE_FILE_BYTES = saving.STATE_FILE_BYTES, 1
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            write(Path(folder) / "gone" if tools.rank == rank else folder)
+        except Exception as error:
+            return type(error).__name__
+        finally:
+            saving.STATE_FILE_BYTES = file_bytes
+    return None
+
+
 def save_and_go_on(tools, stage, dtype, folder):
-    """Saves in the middle of a run and goes on; resumes there in the same layout."""
+    """Saves in the middle of a run and goes on; resumes there in the same layout. Before that a rank of two fails to save."""
     folder.mkdir(exist_ok=True)
     settings = {"zero_stage": stage, "dtype": dtype, **ADAMW}
     learner = tools.learner("odd", **settings)
     go_on(learner, tools)
+    error = fail_on_one_rank(tools, learner.save, rank=1)
     files, saved = learner.save(folder), state_of(learner)
     unbroken = go_on(learner, tools)
     resumed = tools.learner("odd", **settings)
     resumed.load(folder)
     loaded = state_of(resumed)
-    return {"files": files, "saved": saved, "loaded": loaded, "unbroken": unbroken, "resumed": go_on(resumed, tools)}
+    resumed_to = go_on(resumed, tools)
+    return {"error": error, "files": files, "saved": saved, "loaded": loaded, "unbroken": unbroken, "resumed": resumed_to}
 
 
 def load_and_go_on(tools, stage, dtype, folder):
@@ -406,6 +423,16 @@ def test_weights_sent_and_exported_are_those_of_the_model(stage, two, one, folde
             log_p = torch.log_softmax(again(ids[None]).logits[0] / 0.7, -1)
         np.testing.assert_array_equal(mine, other)
         np.testing.assert_allclose(mine, log_p[range(row - 1), ids[1:]], atol=1e-5)
+
+
+def test_a_rank_that_cannot_write_leaves_no_other_waiting(two):
+    """It fails at the first of many files, and the others still gather with it to the end; what follows is as if nothing had been."""
+    for stage, dtype in LAYOUTS:
+        first, second = two[f"save {stage} {dtype.value}"]
+        assert (first["error"], second["error"]) == (None, "SafetensorError")
+    for stage in (1, 3):
+        first, second = two[f"send {stage}"]
+        assert (first["error"], second["error"]) == ("SafetensorError", None)
 
 
 @pytest.mark.parametrize(("stage", "dtype"), LAYOUTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from configs.schema import DeadlinesConfig, LastBatch, WhenShort
 from learner.selection import SELECTIONS
 from orchestrator.errors import RunStopped
-from orchestrator.handles import StepReport
+from orchestrator.handles import Lost, StepReport
 from orchestrator.ledger import Ledger, Length
 from orchestrator.loop import Loop, LoopSettings
 from orchestrator.stages import Address, Finished, Scored
@@ -374,3 +375,65 @@ def test_a_ledger_and_groups_that_do_not_belong_together_are_refused():
     ledger.keep(ledger.pick(1)[0].visit)
     with pytest.raises(ValueError, match="1 visits are open at the start, but 0 groups are at hand"):
         Loop(SETTINGS, ledger, (world,) * 5, SELECTIONS["zero_variance"], Waits(), step=0, version=0)
+
+
+class Losing(World):
+    """Loses a third of the visits the first time they are asked."""
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        self.asked = Counter()
+
+    async def generate(self, visit):
+        self.asked[visit] += 1
+        if self.asked[visit] == 1 and third(visit):
+            await asyncio.sleep(self.random.random() * 0.01)
+            if visit not in self.cancelled:
+                self.lost.put_nowait(Lost("w", (visit,), "lost_worker"))
+        else:
+            await super().generate(visit)
+
+
+@pytest.mark.parametrize("max_lag", [0, 2])
+async def test_visits_of_lost_workers_are_asked_again_under_their_numbers(max_lag):
+    """Every visit is trained as if no worker had been lost; at lag 0 in the same batches, within the same budget of visits."""
+    settings = replace(SETTINGS, max_lag=max_lag, max_visits_per_step=4 * (1 + max_lag))
+    whole, losing = World(), Losing()
+    for world in (whole, losing):
+        assert await world.make(settings).run() == "done"
+    counts = losing.loop._ledger.counts
+    assert counts["requeued/lost_worker"] > 0
+    trained = [[pick for batch in world.batches for pick in batch] for world in (whole, losing)]
+    assert len(trained[1]) == len(set(trained[1])) == counts["trained"] == 20
+    if max_lag == 0:
+        assert losing.batches == whole.batches
+
+
+async def test_nothing_of_an_unproven_worker_is_trained():
+    """What waits in the buffer, what is being scored and what runs is asked again; what comes afterwards is taken."""
+    world = World(slow=0.02)
+    loop = world.make(replace(SETTINGS, max_lag=2, num_steps=8))
+    scoring, score, voided, doubted = [], world.score, [], asyncio.Event()
+
+    async def watched(finished):
+        """The doubt comes at the first moment at which visits wait, run and are being scored."""
+        scoring.extend(finished)
+        waiting = [kept.scored for kept in loop._buffer.values()]
+        running = set(loop._running) - {item.meta.visit for item in scoring}
+        if world.version >= 2 and waiting and running and not voided:
+            voided.extend([item.meta for item in (*waiting, *scoring)])
+            world.lost.put_nowait(Lost("w", tuple(running), "unproven"))
+            world.cancelled |= running
+            doubted.set()
+        scored = await score(finished)
+        for item in finished:
+            scoring.remove(item)
+        return scored
+
+    world.score = watched
+    assert await loop.run() == "done"
+    assert doubted.is_set()
+    trained = [kept.scored.meta for outcome in world.outcomes for kept in outcome.batch.groups]
+    assert not any(meta is void for meta in trained for void in voided)
+    assert {void.visit for void in voided} <= {meta.visit for meta in trained}
+    assert loop._ledger.counts["requeued/unproven"] > len(voided)

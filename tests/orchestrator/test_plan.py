@@ -21,8 +21,9 @@ from configs.errors import InputError
 from configs.schema import Config, Dtype, EmbeddedModel, ModelConfig, Placement
 from orchestrator.changes import smallest_change
 from orchestrator.fitting import Here, fit, with_key
-from orchestrator.footprint import GIB, activation_bytes, completion_cache_bytes, learner_use
-from orchestrator.plan import Plan, describe, gpus_here, make_plan
+from orchestrator.footprint import GIB, LIVE_ELEMENTS, REDUCE_ELEMENTS, activation_bytes, completion_cache_bytes, learner_use
+from orchestrator.job import DEFAULT_BATCHES_PER_STEP
+from orchestrator.plan import VISITS_BOUND_BATCHES, Plan, describe, gpus_here, make_plan
 from orchestrator.shapes import EMBEDDED_VOCAB, KNOWN, Shape, model_shape, read_shape
 from rollout.tokenizer import VOCABULARY_SIZE
 
@@ -103,8 +104,9 @@ def test_any_folder_is_counted_from_its_config(name: str, tmp_path: Path):
     assert sorted(shape.layer_tensors() * 3 + shape.end_tensors()) == sorted(t.numel() for t in written.values())
 
 
-def test_the_embedded_model_is_its_recipe():
+def test_the_embedded_model_is_its_recipe_and_constants_are_those_of_the_run():
     assert EMBEDDED_VOCAB == VOCABULARY_SIZE
+    assert VISITS_BOUND_BATCHES == DEFAULT_BATCHES_PER_STEP
     # Embedding 128 x 96; a layer: two norms, four square matrices, two norms of 32, three of 96 x 256; a last norm.
     assert model_shape(ModelConfig()).num_parameters == 12_288 + 3 * (192 + 4 * 9_216 + 64 + 3 * 24_576) + 96 == 344_928
     wide = EmbeddedModel(
@@ -195,7 +197,7 @@ def test_qwen3_0_6b_on_two_gpus():
     assert learner["gradients"] == 6 * 596_049_920 + 2 * 151_936 * 1_024 == 3_887_464_448
     assert made.cache_token_bytes == 2 * 28 * 8 * 128 * 2 == 114_688
     assert made.push.seconds == pytest.approx(1.19209984 / 20)
-    assert made.fit.nodes == ((("rollout-0",), ("learner-0",)),)
+    assert made.fit.nodes == ((("learner-0",), ("rollout-0",)),)
     assert made.fit.problems == ()
 
 
@@ -259,7 +261,7 @@ def test_qwen3_30b_a3b_on_sixteen_gpus():
     layer = 3 * 128 * 2_048 * 768 + 128 * 2_048 + 2 * 2_048 * 4_096 + 2 * 2_048 * 512 + 2 * 2_048 + 2 * 128
     assert made.push.bucket_bytes == 2 * layer == 1_246_241_280
     assert made.push.num_bytes == 61_064_245_248
-    assert made.push.num_fetches == 1  # the engines fill the first node, rank 0 is on the second
+    assert made.push.num_fetches == 1  # the ranks fill the first node, the engines the second
     assert made.fit.problems == ()
 
 
@@ -293,7 +295,11 @@ warnings.simplefilter("ignore")
 os.environ["DS_ACCELERATOR"] = "cpu"
 from configs.compose import load_config
 from learner.deepspeed_engine import DeepSpeedEngine, join_process_group
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from learner.model import load_model
+
+zero = DeepSpeedZeroConfig()
+print("DEFAULTS", zero.reduce_bucket_size, zero.max_live_parameters, zero.sub_group_size)
 
 def storages():
     gc.collect()
@@ -330,6 +336,7 @@ def test_the_states_are_those_that_deepspeed_holds(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-c", HELD, str(tmp_path), *cases], capture_output=True, text=True, timeout=110, check=True
     )
+    assert f"DEFAULTS {REDUCE_ELEMENTS} {LIVE_ELEMENTS} {LIVE_ELEMENTS}\n" in done.stdout
     held = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("HELD")]
     for case, (num, num_bytes) in zip(STAGES, held, strict=True):
         config = config_of(f"model.path={tmp_path}", *cases[STAGES.index(case)].split())
@@ -500,8 +507,9 @@ def test_the_command_prints_the_plan_and_imports_nothing_heavy():
     assert after.ru_utime - before.ru_utime < 2
     lines = out.splitlines()
     assert lines[0] == "Qwen/Qwen3-8B: 8,190,735,360 parameters in 399 tensors, bfloat16; 12 GPUs of 80.0 GiB, 8 a node"
-    assert "           gpu 5  rollout-5" in lines
-    assert "  node 1   gpu 0  learner-2" in lines
+    assert "           gpu 5  learner-5" in lines  # ranks fill up from the first node, engines go where most is free
+    assert "           gpu 6  rollout-2" in lines
+    assert "  node 1   gpu 0  rollout-0" in lines
     assert any(line.endswith("for the run: rollout.num_workers=6 learner.num_ranks=6") for line in lines)
     assert any("(max_lag + oversample) x groups_per_step = 192" in line for line in lines)  # (2 + 1) x 64
     assert any("at most 2 for one that is trained in its turn; no bound for one that others overtake" in line for line in lines)

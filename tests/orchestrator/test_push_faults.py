@@ -270,18 +270,27 @@ async def test_who_has_swapped_gets_no_second_generation(world):
 
 
 async def test_a_refused_push_is_sent_once_more_to_those_who_lack_it(world):
-    w = world(faults={"rollout-1": at("swap", 4, "refuse")})
+    """As often as steps come, one refusal in each: a step that got there takes the worker back to the first rung."""
+    w = world(faults={"rollout-1": lambda call, argument, number: "refuse" if call == "swap" and number in (4, 6, 8) else None})
     await w.start()
-    metrics = await w.step(1)
-    assert metrics["push/num_generations"] == 2
-    assert metrics["push/num_replaced"] == 0
-    (retried,) = w.named("push_retried")
-    assert retried["worker"] == "rollout-1"
-    assert "digest 0000000000000001 sent, 0000000000000002 arrived" in retried["reason"]
-    assert w.engines["rollout-1"].version == 1
-    assert sum(entry == ("swap", 1) for entry in w.engines["rollout-0"].log) == 1
-    await w.step(2)
+    for version in (1, 2, 3):
+        metrics = await w.step(version)
+        assert metrics["push/num_generations"] == 2
+        assert metrics["push/num_replaced"] == 0
+        retried = w.named("push_retried")[-1]
+        assert (retried["worker"], retried["version"]) == ("rollout-1", version)
+        assert "digest 0000000000000001 sent, 0000000000000002 arrived" in retried["reason"]
+        assert w.engines["rollout-1"].version == version
+        assert sum(entry == ("swap", version) for entry in w.engines["rollout-0"].log) == 1
     assert w.in_use() == ["rollout-0", "rollout-1"]
+
+
+async def test_a_lost_worker_gets_no_visit_from_then_on(world):
+    """Also while its process is still there."""
+    w = world()
+    await w.start()
+    w.crew.lose(w.crew.proven[1], "silent", "said nothing")
+    assert w.in_use() == ["rollout-0"]
 
 
 async def test_the_ladder_ends_with_both_numbers(world):
@@ -439,11 +448,16 @@ async def test_visits_wait_where_no_worker_is_left(world):
 
 
 async def test_evaluation_visits_of_a_lost_worker_are_asked_of_the_others(world):
+    """B142: those it goes on with take no push until it ends, although the new worker is pushed and proven meanwhile."""
     w = world(faults={"rollout-1": at("submit", 1, "die")})
     await w.start()
+    survivor = w.engines["rollout-0"]
+    num_received = sum(entry[0] == "receive" for entry in survivor.log)
     visits = [Visit(f"p{i}", 0, Purpose.EVAL) for i in range(2)]
     asking = asyncio.create_task(w.fleet.evaluate(visits))
-    await w.until(lambda: ("submit", [visits[1]]) in w.engines["rollout-0"].log)
+    await w.until(lambda: ("submit", [visits[1]]) in survivor.log)
+    await w.until(lambda: w.in_use() == ["rollout-0", "rollout-1.1"])
+    assert sum(entry[0] == "receive" for entry in survivor.log) == num_received
     asking.cancel()
 
 

@@ -178,7 +178,7 @@ def test_killed_resumed_interrupted_terminated_finished(folder):
 
 
 def newest(run_dir):
-    return max(int(p.name.removeprefix("step-")) for p in (run_dir / "checkpoints").iterdir() if p.suffix != ".partial")
+    return max(int(p.name.removeprefix("step-")) for p in (run_dir / "checkpoints").glob("step-*") if not p.suffix)
 
 
 def saved_and_listed(run_dir, out):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from rollout.engine import EngineError, GroupRequest, OnSwap, PushError, Sampling, TokenScores
+from rollout.engine import EngineError, GroupRequest, OnSwap, PushError, Sampling, TokenScores, Wake
 from rollout.records import Finish, Group, Purpose, Visit, describe_group
 from rollout.stepping import Produced, SteppingEngine
 from rollout.weights import Bucket, Manifest, TensorSpec, digest_bytes
@@ -36,6 +36,16 @@ class ScriptedStepper:
         self.recompute = False
         self.closed = 0
         self.in_step = threading.Event()
+        self.calls: list[str] = []  # of sleep, wake and load
+
+    def sleep(self) -> int:
+        assert not self.running
+        self.calls.append("sleep")
+        self.weight = 0  # lost
+        return 4096
+
+    def wake(self, what: Wake) -> None:
+        self.calls.append(f"wake {what}")
 
     def check(self, request: GroupRequest) -> None:
         if len(request.prompt_token_ids) > 8:
@@ -80,6 +90,7 @@ class ScriptedStepper:
         }
         if tensors["weight"][0] == 666:
             raise PushError("does not fill the model")
+        self.calls.append("load")
         self.weight = int(tensors["weight"][0])
         self.recompute = recompute
 
@@ -458,3 +469,64 @@ def test_a_newer_swap_replaces_one_that_waits_for_running_completions(make: Call
         assert second.result(10).version == 1
     assert bench.stepper.weight == 5
     assert set(bench.collect(1)[0].completions[0].versions.tolist()) == {-1}
+
+
+# ---- sleep ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_sleeping_engine_wakes_weights_takes_a_push_and_wakes_its_cache(make) -> None:
+    bench = make()
+    bench.push(0, 5)
+    bench.engine.submit([ask(0, [3])])
+    bench.collect(1)
+    report = bench.engine.sleep()
+    assert report.freed_bytes == 4096
+    assert bench.engine.health().version == -1
+    with pytest.raises(ValueError, match="worker-3 sleeps already"):
+        bench.engine.sleep()
+    with pytest.raises(ValueError, match="its weights wake before its cache"):
+        bench.engine.wake(Wake.CACHE)
+    with pytest.raises(ValueError, match="no room for weights: wake them first"):
+        bench.push(1, 6)
+    bench.engine.wake(Wake.WEIGHTS)
+    with pytest.raises(ValueError, match="its weights are not asleep"):
+        bench.engine.wake(Wake.WEIGHTS)
+    with pytest.raises(ValueError, match="asleep are its cache"):
+        bench.engine.submit([ask(1, [3])])
+    bench.push(1, 6)
+    with pytest.raises(ValueError, match="asleep are its cache"):
+        bench.engine.score_tokens([np.array([1, 2], np.int32)], 1.0)
+    bench.engine.wake(Wake.CACHE)
+    bench.engine.submit([ask(1, [3])])
+    (group,) = bench.collect(1)
+    assert group.completions[0].token_ids.tolist() == [60, 60, 60]
+    assert group.completions[0].versions.tolist() == [1, 1, 1]
+    assert bench.stepper.calls == ["load", "sleep", "wake weights", "load", "wake cache"]
+
+
+def test_an_engine_that_slept_computes_nothing_before_a_push_has_filled_it(make) -> None:
+    bench = make()
+    bench.engine.sleep()
+    bench.engine.wake(Wake.WEIGHTS)
+    bench.engine.wake(Wake.CACHE)
+    for call in (lambda: bench.engine.submit([ask(0, [3])]), lambda: bench.engine.score_tokens([np.array([1, 2])], 1.0)):
+        with pytest.raises(ValueError, match="no push has filled its weights since"):
+            call()
+    bench.push(4, 2)
+    assert bench.engine.score_tokens([np.array([1, 2], np.int32)], 1.0)[0].logp.tolist() == [-2.0]
+
+
+def test_an_engine_with_completions_to_make_does_not_sleep_until_they_are_cancelled(make) -> None:
+    bench = make(gate=True, max_running=2)
+    bench.engine.submit([ask(0, [9, 9, 9])])
+    assert bench.stepper.in_step.wait(20)
+    bench.stepper.gate.release(1)
+    with ThreadPoolExecutor(1) as pool:
+        asleep = pool.submit(bench.engine.sleep)
+        bench.stepper.gate.release(2)
+        with pytest.raises(ValueError, match=r"has 3 completions to make and cannot sleep: cancel them first"):
+            asleep.result(20)
+        gone = pool.submit(bench.engine.cancel, [Visit("prompt-0", 0, Purpose.TRAIN)])
+        bench.stepper.gate.release(2)
+        gone.result(20)
+    assert bench.engine.sleep().freed_bytes == 4096
