@@ -35,7 +35,8 @@ def refuse_missing_fields(function: Callable[..., Any], key: str, name: str) -> 
     """Raises ConfigError where a function of loss tokens needs a field that no run can give it."""
     for field in needed_fields(function):
         if field in _NOT_GIVEN:
-            raise ConfigError(f"{key}={name} needs LossTokens.{field}: {_NOT_GIVEN[field]}; {key}=none works")
+            works = "grpo" if key == "algorithm" else "none"
+            raise ConfigError(f"{key}={name} needs LossTokens.{field}: {_NOT_GIVEN[field]}; {key}={works} works")
 
 
 def needs_old_logp(choice: Choice) -> bool:

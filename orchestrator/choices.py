@@ -18,6 +18,7 @@ from configs.schema import Config
 from learner.advantages import ADVANTAGES, Samples, estimate, is_group_relative, is_per_token
 from learner.corrections import CORRECTIONS
 from learner.loss_tokens import no_tokens
+from learner.objective import refuse_missing_fields
 from learner.selection import SELECTIONS
 from learner.surrogates import SURROGATES, is_ratio_based
 from learner.token_weights import TOKEN_WEIGHTINGS
@@ -43,6 +44,9 @@ def check_functions(config: Config) -> None:
         ratio_based=is_ratio_based(surrogate), group_relative=is_group_relative(advantage), per_token=is_per_token(advantage)
     )
     check_combinations(config, facts)
+    refuse_missing_fields(surrogate, "algorithm", config.algorithm.name)
+    refuse_missing_fields(token_weighting, "token_weighting", config.token_weighting.name)
+    refuse_missing_fields(correction, "correction", config.correction.name)
     if config.algorithm.name in SURROGATES:
         _try_values("algorithm", lambda: surrogate(no_tokens(), **config.algorithm.params))
     if config.advantage.name in ADVANTAGES:
