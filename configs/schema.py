@@ -385,6 +385,7 @@ class DeadlinesConfig:
     train_s: float = knob(1800.0, "the optimizer steps of a batch")
     receive_s: float = knob(60.0, "an engine to take one bucket of a push, or to swap: one that does not is replaced")
     push_s: float = knob(300.0, "weights to be gathered, received, swapped and proven")
+    turn_s: float = knob(120.0, "colocated: engines to sleep or wake, or the learner to lay its states aside or take them back")
     evaluate_s: float = knob(1800.0, "one evaluation")
     checkpoint_s: float = knob(600.0, "one checkpoint")
     close_s: float = knob(30.0, "an actor to end")
@@ -399,7 +400,7 @@ class ClusterConfig:
     num_cpus: int | None = knob(None, "CPUs of a private instance; without one, those this process may use")
     placement: Placement = knob(
         Placement.split,
-        "`split`: engines and learner have devices of their own; `colocated`: the same in turn, at rollout.max_lag 0 only",
+        "`split`: engines and learner have devices of their own; `colocated`: one engine and one rank on each, in turn, at rollout.max_lag 0",
     )
 
 

@@ -175,11 +175,6 @@ def _check_rollout(config: Config) -> None:
             f"rollout.transport=ipc, rollout.num_workers={rollout.num_workers}: handles open on the learner's own GPU only, where one "
             "engine runs; rollout.transport=nccl or local works, or rollout.num_workers=1"
         )
-    if rollout.max_lag > 0 and config.cluster.placement is Placement.colocated:
-        raise ConfigError(
-            f"cluster.placement=colocated, rollout.max_lag={rollout.max_lag}: above lag 0 engines generate while the learner trains, which "
-            "needs devices of their own; cluster.placement=split works, or rollout.max_lag=0"
-        )
     if rollout.source_run is not None and rollout.max_lag > 0:
         raise ConfigError(
             f"rollout.source_run is set, rollout.max_lag={rollout.max_lag}: a replay has nothing to generate ahead; rollout.max_lag=0 works"
@@ -194,6 +189,36 @@ def _check_rollout(config: Config) -> None:
         groups = config.batch.groups_per_step
         raise ConfigError(
             f"rollout.max_visits_per_step={bound} can never fill batch.groups_per_step={groups}; {groups} or more works"
+        )
+
+
+def _check_colocated(config: Config) -> None:
+    rollout, num_ranks = config.rollout, config.learner.num_ranks
+    if config.cluster.placement is not Placement.colocated:
+        return
+    if rollout.source_run is not None:
+        raise ConfigError(
+            "rollout.source_run is set, cluster.placement=colocated: a replay has no engine to share a device with; "
+            "cluster.placement=split works"
+        )
+    if rollout.max_lag > 0:
+        raise ConfigError(
+            f"cluster.placement=colocated, rollout.max_lag={rollout.max_lag}: above lag 0 engines generate while the learner trains, which "
+            "needs devices of their own; cluster.placement=split works, or rollout.max_lag=0"
+        )
+    if rollout.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"cluster.placement=colocated, rollout.tensor_parallel_size={rollout.tensor_parallel_size}: an engine and a rank take half of one "
+            "GPU each in Ray's books, and Ray has no halves of several; rollout.tensor_parallel_size=1 works, or cluster.placement=split"
+        )
+    if rollout.num_workers != num_ranks:
+        raise ConfigError(
+            f"cluster.placement=colocated, rollout.num_workers={rollout.num_workers}, learner.num_ranks={num_ranks}: every device has one "
+            f"engine and one rank; learner.num_ranks={rollout.num_workers} works, or rollout.num_workers={num_ranks}"
+        )
+    if rollout.transport is Transport.nccl:
+        raise ConfigError(
+            "cluster.placement=colocated, rollout.transport=nccl: NCCL has no two ends on one GPU; rollout.transport=local works"
         )
 
 
@@ -279,6 +304,7 @@ _CHECKS: tuple[Callable[[Config], None], ...] = (
     _check_length,
     _check_batch,
     _check_rollout,
+    _check_colocated,
     _check_learner,
     _check_model,
     _check_data,

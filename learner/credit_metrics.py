@@ -23,7 +23,7 @@ from learner.loss_tokens import MAX_EXPONENT, LossTokens
 from learner.metric_sums import NUM_BINS, MetricSums, collect_sums, log_bins
 from learner.surrogates import Surrogate
 
-_NO_WEIGHT = 1e-12  # a factor below this is 0 in the histogram
+_NO_WEIGHT = 1e-14  # below e^-32: in the histogram it is 0
 
 Pairs = dict[str, tuple[Tensor, Tensor]]
 
@@ -68,14 +68,14 @@ def credit_metrics(
     gathered.means.update({f"policy/entropy_{sign}": (entropy, mask) for sign, mask in signs.items()})
     whole = (weight * policy.factor).nan_to_num_(0.0, 0.0, 0.0)
     gathered.means["eff/token_frac"] = ((whole > 0).float(), every)
-    gathered.spreads["eff/{}"] = (whole - 1, sound)
+    gathered.spreads["eff/{}"] = (whole, sound)
     if tokens.role is not None:
         gathered.means["eff/action_share"] = (tokens.role.float(), whole * tokens.advantage.abs())
     for name, region in policy.regions.items():
         mask = (tokens.advantage > 0) if _sign(name) == "pos" else (tokens.advantage < 0) if _sign(name) == "neg" else every
         gathered.means[f"clip/{name}"] = (region.float().nan_to_num(0.0), mask.float())
     if correction is not None:
-        gathered.spreads["correction/{}"] = (correction.weight - 1, every)
+        gathered.spreads["correction/{}"] = (correction.weight, every)
         gathered.maxima["correction/max"] = (correction.weight, every)
         gathered.means["correction/masked_frac"] = ((correction.weight == 0).float(), every)
         gathered.means.update({f"correction/{name}": (region.float(), every) for name, region in correction.regions.items()})
@@ -98,12 +98,12 @@ def _add_ratio_and_factor(
     tokens: LossTokens, log_ratio: Tensor, factor: Tensor, signs: Mapping[str, Tensor], gathered: _Gathered
 ) -> None:
     shift = torch.expm1(log_ratio)  # r - 1, with the digits of a small one
-    ratio, excess, share = shift + 1, factor - 1, 1 / tokens.response_length()
+    ratio, share = shift.double() + 1, 1 / tokens.response_length()
     for sign, mask in signs.items():
-        gathered.spreads[f"ratio/{{}}_{sign}"] = (shift, mask)
+        gathered.spreads[f"ratio/{{}}_{sign}"] = (ratio, mask)
         gathered.maxima[f"ratio/max_{sign}"] = (ratio, mask)
-        gathered.means[f"ratio/resp_mean_{sign}"] = (ratio, mask * share)  # over responses, of the mean over their tokens
-        gathered.spreads[f"w/{{}}_{sign}"] = (excess, mask)
+        gathered.means[f"ratio/resp_mean_{sign}"] = (ratio.float(), mask * share)  # over responses, of the mean over their tokens
+        gathered.spreads[f"w/{{}}_{sign}"] = (factor, mask)
         gathered.maxima[f"w/max_{sign}"] = (factor, mask)
     gathered.means["ratio/lag_frac"] = ((log_ratio < 0).float(), signs["pos"])
     kind = (signs["pos"] + 2 * signs["neg"]).to(torch.int32) * NUM_BINS
@@ -121,7 +121,7 @@ def _add_mismatch(tokens: LossTokens, every: Tensor, gathered: _Gathered) -> Non
     gathered.means["mismatch/logp_absdiff"] = (size, known)
     gathered.means["mismatch/k3_engine"] = (shift - gap, known)
     gathered.means["mismatch/nonfinite_frac"] = (1 - known, every)
-    gathered.spreads["mismatch/rho_{}"] = (shift, known)
+    gathered.spreads["mismatch/rho_{}"] = (shift.double() + 1, known)
     gathered.maxima["mismatch/logp_absdiff_max"] = (size, known)
     gathered.maxima["mismatch/rho_max"] = (shift + 1, known)
 

@@ -31,7 +31,7 @@ class MetricSums:
 
     sums: Mapping[str, tuple[float, float]]  # a total, and what it is divided by
     maxima: Mapping[str, float]
-    spreads: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)  # count, sum of x - 1, sum of (x - 1)^2
+    spreads: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)  # count, sum, sum of squares
     histograms: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)  # [NUM_BINS] counts of log values
     # [2, NUM_BINS]: by a token's key, counts and totals of its value
     profiles: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
@@ -59,11 +59,10 @@ class MetricSums:
         equal size, into which its last word cuts the keys: ``quartile`` four, ``half`` two, from the lowest key to the highest.
         """
         values = {name: total / count for name, (total, count) in self.sums.items() if count} | dict(self.maxima)
-        for name, (count, first, second) in self.spreads.items():
+        for name, (count, total, squares) in self.spreads.items():
             if count:
-                total, squares = count + first, count + 2 * first + second
                 values[name.format("mean")] = total / count
-                values[name.format("std")] = math.sqrt(max(second / count - (first / count) ** 2, 0.0))
+                values[name.format("std")] = math.sqrt(max(squares / count - (total / count) ** 2, 0.0))
                 if squares > 0:
                     values[name.format("ess")] = total**2 / (count * squares)
         for name, counts in self.histograms.items():
@@ -115,16 +114,17 @@ def collect_sums(
     """Sums, maxima and spreads of values float32 [T], each over its own mask; a maximum over nothing is left out.
 
     A mask is bool [T]: what the values are where it is False does not matter. It may be float32 [T], a weight on finite values, for
-    maxima 0 or 1 on values from 0: on a CPU that is many times faster. A spread takes x - 1. Histograms are [NUM_BINS] counts,
+    maxima 0 or 1 on values from 0: on a CPU that is many times faster. Spreads are added up in float64. Histograms are [NUM_BINS] counts,
     profiles [2, NUM_BINS] counts and totals. One transfer from the device fetches everything.
     """
     spreads, histograms, profiles = spreads or {}, histograms or {}, profiles or {}
     masks = {id(mask): mask for group in (means, spreads, maxima) for _, mask in group.values()}
     counts = {key: mask.sum(dtype=torch.float64 if mask.dtype is torch.bool else None) for key, mask in masks.items()}
-    squares = {id(value): value.square() for value, _ in spreads.values()}
     scalars = [total for value, mask in means.values() for total in (_total(value, mask), counts[id(mask)])]
     for value, mask in spreads.values():
-        scalars += [counts[id(mask)], _total(value, mask), _total(squares[id(value)], mask)]
+        x = value.double()
+        masked = x * mask
+        scalars += [counts[id(mask)], masked.sum(), torch.dot(masked, x)]
     scalars += [top for value, mask in maxima.values() for top in (_top(value, mask), counts[id(mask)])]
     parts = [torch.stack(scalars).double()] if scalars else []
     arrays = [array.double().flatten() for array in [*histograms.values(), *profiles.values()]]

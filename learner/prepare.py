@@ -261,11 +261,7 @@ def _metrics(
     trained = torch.zeros(len(samples), dtype=torch.bool)
     trained[list(chosen)] = True
     of_trained = trained[known.owner]
-    age = known.engine.age[of_trained].double()
-    metrics |= {
-        "stale/versions": float(age.mean()),
-        "stale/updates": num_steps - float(known.behave_step[of_trained].double().mean()),
-    }
+    metrics["stale/updates"] = num_steps - float(known.behave_step[of_trained].double().mean())
     if known.table.kl is not None:
         metrics["kl/in_reward"] = float(known.table.sum_tokens(known.table.kl)[known.table.valid].mean())
     return metrics

@@ -119,21 +119,20 @@ class EngineTokens:
     roll_logp: Tensor  # float32 [N]
     gap: Tensor  # int64 [N], Gap
     version: Tensor  # int64 [N], the weights that made it
-    age: Tensor  # int64 [N], by how many versions it is older than the learner
 
 
 def engine_tokens(samples: Sequence[Sample], version: int) -> EngineTokens:
     """Of all loss tokens; ``version`` is the learner's as it trains them."""
     if not samples:
         nothing = torch.zeros(0, dtype=torch.int64)
-        return EngineTokens(torch.zeros(0), nothing, nothing, nothing)
+        return EngineTokens(torch.zeros(0), nothing, nothing)
     completions = [sample.completion for sample in samples]
     mask = np.concatenate([c.loss_mask for c in completions])
     versions = np.concatenate([c.versions for c in completions])[mask].astype(np.int64)
     mixed = np.concatenate([c.mixed for c in completions])[mask]
     gap = np.where(mixed, Gap.MIXED, np.where(versions < version, Gap.OLDER_VERSION, Gap.SAME_VERSION))
     roll_logp = np.concatenate([c.roll_logp for c in completions])[mask]
-    return EngineTokens(*map(torch.from_numpy, (roll_logp, gap, versions, version - versions)))
+    return EngineTokens(*map(torch.from_numpy, (roll_logp, gap, versions)))
 
 
 # ---- who trains what when -------------------------------------------------------------------------------------------

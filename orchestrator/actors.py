@@ -24,7 +24,7 @@ from orchestrator.handles import StepReport
 from orchestrator.shared_folder import FolderView, look_from
 from rewards.contract import RewardItem
 from rewards.pool import RewardPool
-from rollout.engine import Engine, EngineError, GroupRequest, Health, SwapReport, TokenScores
+from rollout.engine import Engine, EngineError, GroupRequest, Health, SleepReport, SwapReport, TokenScores, Wake
 from rollout.records import Group, GroupMeta, Score, ScoredGroup, Visit, describe_group
 from rollout.transports import Parcel, make_receiver
 from rollout.weights import Manifest
@@ -80,6 +80,12 @@ class RolloutActor:
 
     def score_tokens(self, rows: Sequence[np.ndarray[Any, Any]], temperature: float) -> list[TokenScores]:
         return self._engine.score_tokens(rows, temperature)
+
+    def sleep(self) -> SleepReport:
+        return self._engine.sleep()
+
+    def wake(self, what: Wake) -> None:
+        self._engine.wake(what)
 
     def cancel(self, visits: Sequence[Visit]) -> None:
         self._engine.cancel(visits)
@@ -140,6 +146,13 @@ class LearnerActor:
     def train(self) -> StepReport:
         report = self._learner.train()
         return StepReport(dict(report.metrics), report.num_optimizer_steps, report.moved)
+
+    def offload(self) -> int:
+        num_bytes: int = self._learner.offload()
+        return num_bytes
+
+    def reload(self) -> None:
+        self._learner.reload()
 
     def buckets(self, generation: int, scale: float = 1.0, receivers: Sequence[str] = ()) -> Iterator[Parcel]:
         """Rank 0's stream of parcels for the workers of these names, while the other ranks ``gather``."""

@@ -23,16 +23,16 @@ import configs
 from configs.errors import ConfigError
 from configs.schema import ClusterConfig, Config, Placement
 from orchestrator.errors import RunStopped
-from orchestrator.threads import usable_cpus
+from orchestrator.threads import private_books, usable_cpus
 
-SMALLEST_BOOKS = 4  # CPUs in the books of a private instance, however few cores there are
 JOIN_S = 20.0  # for the instance to answer that the run is to join
 _HELLO = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a run asks of Ray: one CPU (or GPU) a rollout worker's device, one a learner rank, one CPU a verifier. Verifiers are counted
+    """What a run asks of Ray: one CPU (and GPU) a rollout worker's device, one a learner rank, one CPU a verifier. Colocated, engine
+    and rank share a GPU. Verifiers are counted
     once; the nodes of the workers each have their own, and are known once the workers have their places."""
 
     num_cpus: int
@@ -42,8 +42,9 @@ class Demand:
     def of(cls, config: Config, *, gpu: bool) -> Demand:
         if config.rollout.source_run is not None:  # no engine and no verifier
             return cls(num_cpus=config.learner.num_ranks, num_gpus=config.learner.num_ranks if gpu else 0)
-        devices = config.rollout.num_workers * config.rollout.tensor_parallel_size + config.learner.num_ranks
-        return cls(num_cpus=devices + config.reward.num_workers, num_gpus=devices if gpu else 0)
+        engines, ranks = config.rollout.num_workers * config.rollout.tensor_parallel_size, config.learner.num_ranks
+        gpus = engines if config.cluster.placement is Placement.colocated else engines + ranks
+        return cls(num_cpus=engines + ranks + config.reward.num_workers, num_gpus=gpus if gpu else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +66,9 @@ def start_cluster(config: ClusterConfig, demand: Demand) -> Cluster:
     """Joins or starts Ray. Raises ConfigError for an address that cannot be joined, RunStopped where nobody answers there, or with
     asked and available numbers where the demand cannot be met.
 
-    A private instance may carry two single-threaded actors a core (and four on one core), since at lag 0 engine and learner work
-    in turn; a number given as ``cluster.num_cpus``, and a joined instance, are taken at their word.
+    A private instance may carry more actors than cores, see ``private_books``; a number given as ``cluster.num_cpus``, and a joined
+    instance, are taken at their word.
     """
-    if config.placement is Placement.colocated:
-        raise ConfigError(
-            "cluster.placement=colocated: `limen plan` reckons with it, but a run that hands its devices to and fro is not built yet; "
-            "cluster.placement=split works"
-        )
     address = join_address(config)
     os.environ.setdefault("RAY_worker_niceness", "0")  # read by the raylet when it starts, so before init
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -80,10 +76,7 @@ def start_cluster(config: ClusterConfig, demand: Demand) -> Cluster:
         _join(address)
         cluster = Cluster(address=address, joined=True)
     else:
-        cores = usable_cpus()
-        books = (
-            config.num_cpus if config.num_cpus is not None else max(cores, min(demand.num_cpus, max(SMALLEST_BOOKS, 2 * cores)))
-        )
+        books = private_books(demand.num_cpus, usable_cpus()) if config.num_cpus is None else config.num_cpus
         _init(address="local", num_cpus=books, include_dashboard=False)
         cluster = Cluster(address="private", joined=False)
     available = ray.cluster_resources()

@@ -25,6 +25,7 @@ from orchestrator.footprint import (
     weight_bytes,
 )
 from orchestrator.shapes import Shape
+from orchestrator.threads import private_books
 
 COUNTS = ("rollout.num_workers", "rollout.tensor_parallel_size", "learner.num_ranks")
 STATES = ("master weights", "moments", "gradients")  # what a colocated learner lays aside while the engine has the device
@@ -134,15 +135,13 @@ def halves(value: int, least: int) -> Iterator[int]:
 
 def _splits(config: Config, shape: Shape, machines: Machines) -> Iterator[tuple[int, int, int]]:
     """(workers, devices of each, ranks) in the order in which they are tried: the narrowest engines first, on half of the GPUs,
-    then a quarter and so on, so that the learner gets more. Colocated, engines and ranks take them all."""
+    then a quarter and so on, so that the learner gets more. Colocated, every GPU has an engine and a rank."""
     num = machines.num_gpus
+    if colocated(config):
+        yield num, 1, num
+        return
     for width in ENGINE_WIDTHS:
         if width > machines.gpus_per_node or shape.num_heads % width:
-            continue
-        if colocated(config):
-            workers = sum(size // width for size in machines.node_sizes)
-            if workers:
-                yield workers, width, workers * width
             continue
         for workers in (max(1, num // 2 // width), *halves(num // 2 // width, 1)):
             if num > workers * width:
@@ -153,7 +152,7 @@ def place(config: Config, machines: Machines) -> Nodes | None:
     """Roles on every device of every node; None where there are too few. An engine lies whole on one node.
 
     As the launch reserves them (orchestrator/launch.py): ranks first, packed on few nodes, then engines, spread over the nodes.
-    Colocated, engines first, then ranks on the engines' own devices.
+    Colocated, an engine and a rank on each device, packed.
     """
     width = config.rollout.tensor_parallel_size
     engines = [f"rollout-{i}" for i in range(config.rollout.num_workers)]
@@ -169,7 +168,7 @@ def place(config: Config, machines: Machines) -> Nodes | None:
             device.append(name)
     free = [[device for device in node if not device] for node in nodes]
     for name in engines:
-        room = max(free, key=len)
+        room = next((room for room in free if len(room) >= width), []) if colocated(config) else max(free, key=len)
         if len(room) < width:
             return None
         for device in room[:width]:
@@ -197,9 +196,10 @@ def _measure(config: Config, shape: Shape, machines: Machines) -> Fit:
         rollout = config.rollout
         problems.insert(
             0,
-            f"{rollout.num_workers} rollout workers of {rollout.tensor_parallel_size} GPUs, each on one node, and {config.learner.num_ranks} "
-            f"learner ranks do not go onto {machines.num_gpus} GPUs, {machines.gpus_per_node} a node ({config.cluster.placement.value})",
+            f"engines on {rollout.num_workers} x {rollout.tensor_parallel_size} GPUs, each on one node, and learner ranks on "
+            f"{config.learner.num_ranks} do not go onto {machines.num_gpus}, {machines.gpus_per_node} a node ({config.cluster.placement.value})",
         )
+    problems += _books_problem(config, machines)
     if machines.node_bytes is not None and node.total > machines.node_bytes:
         problems.append(f"a node takes {gib(node.total)} of main memory and has {gib(machines.node_bytes)}")
     return Fit(config, machines, nodes, learner, engine, node, tuple(problems))
@@ -212,10 +212,8 @@ def _device_uses(config: Config, shape: Shape, machines: Machines) -> tuple[Use,
 
 def _node_use(config: Config, shape: Shape, nodes: Nodes, learner: Use, engine: Use, *, gpu: bool) -> Use:
     """Main memory of the fullest node. Every rank loads the whole model, and copies it for the reference, before DeepSpeed takes it."""
-    weights, engines = (
-        weight_bytes(config) * shape.num_parameters,
-        config.rollout.num_workers * config.rollout.tensor_parallel_size,
-    )
+    weights = weight_bytes(config) * shape.num_parameters
+    engines = config.rollout.num_workers * config.rollout.tensor_parallel_size
     items = [Item("a push in Ray's object store", weights, False)]
     if gpu:
         ranks = max((sum(role.startswith("learner") for device in node for role in device) for node in nodes), default=0)
@@ -230,6 +228,20 @@ def _node_use(config: Config, shape: Shape, nodes: Nodes, learner: Use, engine: 
         limit = int(config.reward.num_workers * config.reward.memory_gib * GIB)
         items.append(Item(f"{config.reward.num_workers} verifiers at their limit", limit, False))
     return Use(tuple(items))
+
+
+def asked_cpus(config: Config) -> int:
+    """What a run on CPU asks of Ray: one an engine's device, one a learner rank, one a verifier."""
+    return config.rollout.num_workers * config.rollout.tensor_parallel_size + config.learner.num_ranks + config.reward.num_workers
+
+
+def _books_problem(config: Config, machines: Machines) -> list[str]:
+    """Where the run would start its own Ray on this one node, which refuses more actors than its books hold."""
+    if machines.num_gpus > 0 or config.cluster.address not in ("auto", "local"):
+        return []
+    asked = asked_cpus(config)
+    books = private_books(asked, machines.cpus) if config.cluster.num_cpus is None else config.cluster.num_cpus
+    return [f"{asked} CPUs are asked of Ray, which has {books} on {machines.cpus} cores"] if asked > books else []
 
 
 def _device_problems(config: Config, shape: Shape, machines: Machines, learner: Use, engine: Use) -> Iterator[str]:

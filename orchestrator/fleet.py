@@ -149,6 +149,10 @@ class RayFleet:
                     self._outstanding[worker.name] -= mine
                     await _unless_gone(worker.actor.cancel.remote(list(mine)))
 
+    async def cancel_all(self) -> None:
+        """Stops everything that any worker is asked for."""
+        await self.cancel([*self._waiting, *(visit for visits in self._outstanding.values() for visit in visits)])
+
     # ---- the streams ------------------------------------------------------------------------------------------------
 
     async def _follow(self, worker: Worker) -> None:

@@ -18,11 +18,12 @@ from ray.exceptions import RayError, RayTaskError
 from configs.compose import dump_config
 from configs.errors import ConfigError
 from configs.functions import resolve_function
-from configs.schema import Config
+from configs.schema import Config, OnSwap, Placement
 from learner.selection import SELECTIONS, Decision
 from orchestrator import material
 from orchestrator.checkpoint import GROUPS, Checkpoint, Checkpoints, SaveFailed
 from orchestrator.console import View, evaluation_lines, make_view
+from orchestrator.errors import RunStopped
 from orchestrator.evaluation import Evaluation, choose_prompts, evaluate
 from orchestrator.fleet import RayFleet, RayScorer, Worker, words
 from orchestrator.groups import held_groups, read_state, state_json, state_rows
@@ -32,6 +33,7 @@ from orchestrator.ledger import Ledger, Length
 from orchestrator.loop import Loop, LoopSettings
 from orchestrator.material import Material
 from orchestrator.metrics import step_metrics
+from orchestrator.proof import FixedTokens
 from orchestrator.push import RayPusher
 from orchestrator.ranks import RayLearner
 from orchestrator.recorder import Recorder
@@ -39,6 +41,7 @@ from orchestrator.replay import ReplayFleet, ReplayPusher, ReplayScorer, check_l
 from orchestrator.run_folder import write_json
 from orchestrator.shared_folder import prove_shared
 from orchestrator.stages import Batch, Finished, LoopState, Scored, StepOutcome
+from orchestrator.turns import Turns, widened
 from orchestrator.waits import DeadlinePassed, LoopLag, Waits
 from orchestrator.workers import Crew
 from rollout.records import Purpose, Score, sampling_seed
@@ -97,6 +100,7 @@ class Job:
             if resumed.state["evaluation_before"]:
                 self._evaluations[0] = Evaluation.from_json(resumed.state["evaluation_before"])
         self._loop: Loop | None = None
+        self._turns: Turns | None = None  # where engines and learner have the same devices
         self._actors: list[Any] = []
         self.checkpoint: Path | None = resumed.folder if resumed else None
         self.view: View = make_view(config.log.console, self.num_steps)
@@ -112,7 +116,7 @@ class Job:
         self._launcher = launcher = Launcher(config, self._material)
         self.view.line(f"threads: {launcher.threads}")
         await self._start_wait(launcher.reserve(with_ranks=True, with_engines=not record), "Ray", "places of the actors")
-        workers = [] if record else [self._make_worker(slot, 0) for slot in range(config.rollout.num_workers)]
+        workers = [] if record or config.cluster.placement is Placement.colocated else self._make_workers()
         ranks, pools = launcher.ranks(), {} if record else launcher.rewards()
         self._learner = RayLearner(ranks)
         self._actors += [*ranks, *pools.values()]
@@ -120,6 +124,12 @@ class Job:
         await self._start_wait(launcher.start_ranks(ranks, total_optimizer_steps=total), "learner", "start")
         proof = prove_shared(self._checkpoints.folder, self._learner.see_folder)
         await self._start_wait(proof, "learner", "a look into the checkpoint folder")
+        if self._resumed:
+            await self._start_wait(self._learner.load(self._resumed.learner), "learner", "load")
+        self._make_handles(pools)
+        if self._turns:  # engines measure what the ranks leave free
+            await self._turns.lay_aside()
+            workers = self._make_workers()
         facts = await self._start_wait(asyncio.gather(*(actor.facts.remote() for actor in self._actors)), "actors", "start")
         address = ray.get_runtime_context().gcs_address
         self._recorder.event("started", ray=address, actors=facts, threads=str(launcher.threads))
@@ -129,16 +139,6 @@ class Job:
                 f"warning: Ray runs {len(slow)} of {len(facts)} actors at a lower priority (nice > 0): any other process slows them "
                 "many times over; start the cluster with RAY_worker_niceness=0 in its environment"
             )
-        if self._resumed:
-            await self._start_wait(self._learner.load(self._resumed.learner), "learner", "load")
-        if record:
-            self._fleet: Any = ReplayFleet(record, ray.put)
-            self._scorer: Scorer = ReplayScorer(self._fleet)
-            self._pusher: Any = ReplayPusher(self._learner, self._fleet)
-        else:
-            self._make_handles(pools)
-        if config.shuffle_rewards:
-            self._scorer = ShufflingScorer(self._scorer, config.seed)
         self.view.stage("first push")
         if not record:
             await self._start_wait(self._crew.start(workers), "rollout workers", "start")
@@ -146,10 +146,21 @@ class Job:
         self._seconds["start"] = time.monotonic() - started
 
     def _make_handles(self, pools: dict[str, Any]) -> None:
+        config, record = self.config, self._material.record
+        if record:
+            self._fleet: Any = ReplayFleet(record, ray.put)
+            self._scorer: Scorer = ReplayScorer(self._fleet)
+            self._pusher: Any = ReplayPusher(self._learner, self._fleet)
+        else:
+            self._fleet = RayFleet([], material.request_maker(config, self._material))
+            self._scorer = RayScorer(pools, self._launcher.nodes, self._material.by_id)
+            self._make_pusher()
+        if config.shuffle_rewards:
+            self._scorer = ShufflingScorer(self._scorer, config.seed)
+
+    def _make_pusher(self) -> None:
         config = self.config
-        self._fleet = RayFleet([], material.request_maker(config, self._material))
-        self._crew = Crew(self._fleet, self._make_worker, self._waits, config.deadlines, self.event)
-        self._scorer = RayScorer(pools, self._launcher.nodes, self._material.by_id)
+        self._crew: Crew = Crew(self._fleet, self._make_worker, self._waits, config.deadlines, self.event)
         self._pusher = RayPusher(
             self._learner,
             self._crew,
@@ -157,9 +168,15 @@ class Job:
             config.deadlines,
             self.event,
             dtype=config.model.dtype,
-            temperature=config.rollout.temperature,
-            rows=material.proof_rows(config, self._material),
+            tokens=FixedTokens(material.proof_rows(config, self._material), config.rollout.temperature),
+            swap_waits=config.rollout.on_swap is OnSwap.finish,
         )
+        if config.cluster.placement is Placement.colocated:
+            cancel, deadlines = self._fleet.cancel_all, config.deadlines
+            self._turns = Turns(self._learner, self._pusher, self._crew, cancel, self._waits, deadlines, self.event)
+
+    def _make_workers(self) -> list[Worker]:
+        return [self._make_worker(slot, 0) for slot in range(self.config.rollout.num_workers)]
 
     def _make_worker(self, slot: int, number: int) -> Worker:
         worker = self._launcher.rollout_worker(slot, replacement=number)
@@ -199,7 +216,13 @@ class Job:
         loop = Loop(
             self._settings(),
             self._ledger,
-            (self._fleet, self._scorer, StagedLearner(self._learner, self.view), self._pusher, self),
+            (
+                self._fleet,
+                self._scorer,
+                StagedLearner(self._turns or self._learner, self.view),
+                self._turns or self._pusher,
+                self,
+            ),
             self._selection(),
             self._waits,
             step=self._step,
@@ -221,6 +244,7 @@ class Job:
             self._loop = None
             self._lag.close()
         if reason != "stopped" and config.evaluation.after and self._held_out:
+            await self._to_engines()
             await self._evaluate("after training")
         return reason
 
@@ -236,7 +260,7 @@ class Job:
             max_failed_share=config.reward.max_failed_share,
             num_steps=self.num_steps,
             verifier_s=config.reward.timeout_s / config.reward.num_workers,
-            deadlines=config.deadlines,
+            deadlines=widened(config.deadlines) if self._turns else config.deadlines,
         )
 
     def _selection(self) -> Callable[[Sequence[Score]], Decision]:
@@ -318,8 +342,10 @@ class Job:
         }
         name, deadline_s = f"checkpoint of step {step}", self.config.deadlines.checkpoint_s
         try:
+            if self._turns:
+                await self._turns.to_learner()
             self.checkpoint = await self._wait(self._write(state, held), "learner", name, deadline_s)
-        except (DeadlinePassed, RayError, OSError) as error:
+        except (DeadlinePassed, RayError, OSError, RunStopped) as error:
             stands = f"{self.checkpoint.name} stands" if self.checkpoint else "there is none before it"
             reason = " ".join(words(error).split())[:MOST_CHARACTERS]
             raise SaveFailed(f"the {name} could not be written ({reason}); {stands}") from error
@@ -349,6 +375,12 @@ class Job:
             self._save_failed = True
             self.event("checkpoint_failed", step=self._step, message=str(error))
             self.view.line(f"warning: {error}; the run goes on and stops if the next one fails too")
+        await self._to_engines()
+
+    async def _to_engines(self) -> None:
+        """After a checkpoint that took the devices from them."""
+        if self._turns:
+            await self._turns.to_engines(self._version)
 
     async def _save_or_tell(self) -> None:
         """Saves a run that is failing; a second failure must not hide the first."""

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from configs.schema import Config
+from configs.schema import Config, Placement
 from orchestrator import cluster, material
 from orchestrator.actors import LearnerActor, RewardActor, RolloutActor
 from orchestrator.fleet import Worker
@@ -40,8 +40,15 @@ class Launcher:
         """Reserves all devices of the run, or those of a part. Raises RunStopped where Ray has no place.
 
         Workers are spread over the nodes, ranks are packed on few, where they talk fast. On GPUs the ranks choose first, so that they
-        get whole nodes; on CPUs last, so that every node with workers has room for its verifiers.
+        get whole nodes; on CPUs last, so that every node with workers has room for its verifiers. Colocated, a worker and a rank have a
+        bundle together, packed.
         """
+        if with_ranks and self._config.cluster.placement is Placement.colocated:
+            bundles = [self._bundle(1, sharers=2)] * self._config.learner.num_ranks
+            shared = await reserve("the rollout workers and learner ranks", bundles, "PACK", sharers=2)
+            self._places |= {"workers": shared, "ranks": shared}
+            await self._reserve_rewards()
+            return
         config, devices = self._config, self._config.rollout.tensor_parallel_size
         ranks = functools.partial(reserve, "the learner ranks", [self._bundle(1)] * config.learner.num_ranks, "PACK")
         if with_ranks and (self._gpu or not with_engines):
@@ -50,14 +57,18 @@ class Launcher:
             return
         engines = [self._bundle(devices)] * config.rollout.num_workers
         self._places["workers"] = await reserve("the rollout workers", engines, "SPREAD")
-        nodes = sorted(set(self._places["workers"].nodes()))
-        pools = [{"CPU": float(config.reward.num_workers)}] * len(nodes)
-        self._places["rewards"] = await reserve("the verifiers", pools, "SPREAD", nodes=nodes)
+        await self._reserve_rewards()
         if with_ranks and not self._gpu:
             self._places["ranks"] = await ranks()
 
-    def _bundle(self, devices: int) -> Bundle:
-        return {"CPU": float(devices), "GPU": float(devices)} if self._gpu else {"CPU": float(devices)}
+    async def _reserve_rewards(self) -> None:
+        nodes = sorted(set(self._places["workers"].nodes()))
+        pools = [{"CPU": float(self._config.reward.num_workers)}] * len(nodes)
+        self._places["rewards"] = await reserve("the verifiers", pools, "SPREAD", nodes=nodes)
+
+    def _bundle(self, devices: int, *, sharers: int = 1) -> Bundle:
+        cpus = {"CPU": float(devices * sharers)}
+        return cpus | {"GPU": float(devices)} if self._gpu else cpus
 
     def rollout_worker(self, number: int, *, replacement: int = 0, model_path: str | None = None) -> Worker:
         """A worker whose engine starts from random weights, or from those at ``model_path``. ``replacement`` counts those before it:

@@ -398,7 +398,8 @@ class Loop:
             self._pusher.push(self.version + 1, report),
             owner="push",
             name=f"version {self.version + 1}",
-            deadline_s=deadlines.push_s + deadlines.start_s,  # where no engine is left, it starts one
+            # Where no engine is left it starts one; with rollout.on_swap=finish it waits for completions. Inside, each has its own.
+            deadline_s=deadlines.push_s + deadlines.start_s + deadlines.generate_s,
         )
         self.version += 1
         self._ledger.train([kept.pick.visit for kept in batch.groups])

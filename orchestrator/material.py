@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from configs.errors import ConfigError
-from configs.schema import Config, RolloutConfig, Seeds, Transport
+from configs.schema import Config, Placement, RolloutConfig, Seeds, Transport
 from learner.warm_start import base_model_path
 from orchestrator.replay import Record, check_source, open_record
 from rollout.engine import GroupRequest, OnSwap, Sampling
@@ -177,6 +177,7 @@ def engine_spec(config: Config, material: Material, *, name: str, model_path: st
         "on_swap": OnSwap(config.rollout.on_swap.value),
         "trust_remote_code": config.model.trust_remote_code,
         "load_format": load_format,
+        "sleeps": config.cluster.placement is Placement.colocated,
     }
 
 

@@ -29,10 +29,12 @@ class Reservation:
 
     group: PlacementGroup
     bundles: tuple[Bundle, ...]
+    sharers: int  # actors in each bundle
 
     def asks(self, place: int) -> dict[str, float]:
-        """What an actor asks of Ray that takes the whole bundle ``place``."""
-        return {"num_cpus": self.bundles[place]["CPU"], "num_gpus": self.bundles[place].get("GPU", 0.0)}
+        """What an actor asks of Ray that takes the bundle ``place``, or its share: half a GPU is the same GPU to both halves."""
+        bundle = self.bundles[place]
+        return {"num_cpus": bundle["CPU"] / self.sharers, "num_gpus": bundle.get("GPU", 0.0) / self.sharers}
 
     def at(self, place: int) -> dict[str, Any]:
         """The option that puts an actor into the bundle ``place``."""
@@ -45,7 +47,13 @@ class Reservation:
 
 
 async def reserve(
-    what: str, bundles: Sequence[Bundle], strategy: str, *, nodes: Sequence[str] | None = None, deadline_s: float = RESERVE_S
+    what: str,
+    bundles: Sequence[Bundle],
+    strategy: str,
+    *,
+    sharers: int = 1,
+    nodes: Sequence[str] | None = None,
+    deadline_s: float = RESERVE_S,
 ) -> Reservation:
     """Reserves the bundles: ``PACK`` on few nodes, ``SPREAD`` over many, or each on the one of ``nodes``, which are ids.
 
@@ -60,7 +68,7 @@ async def reserve(
             remove_placement_group(group)
             raise RunStopped(_no_place(what, bundles, free, nodes, deadline_s))
         await asyncio.sleep(POLL_S)
-    return Reservation(group, tuple(bundles))
+    return Reservation(group, tuple(bundles), sharers)
 
 
 def _no_place(

@@ -85,9 +85,21 @@ def plan(config: Config) -> int:
     print("\n".join(describe(made)))
     problems = made.fit.problems
     if problems:
-        changes = smallest_change(config, made.shape, here)
-        raise InputError(f"this does not fit: {'; '.join(problems)}; with {' '.join(changes)} it fits")
+        changes, changed = smallest_change(config, made.shape, here)
+        counts = _proposed(changed, fit(changed, made.shape, here))
+        others = [change for change in changes if not change.startswith(COUNTS)]
+        run = f"; for the run: {' '.join([*others, *counts])}" if counts else ""
+        raise InputError(f"this does not fit: {'; '.join(problems)}; with {' '.join(changes)} it fits{run}")
     return 0
+
+
+def _proposed(config: Config, found: Fit) -> tuple[str, ...]:
+    """The counts that are planned, as overrides for the run, where they are not its own."""
+    if not has_default_counts(config):
+        return ()
+    planned = found.config
+    counts = (planned.rollout.num_workers, planned.rollout.tensor_parallel_size, planned.learner.num_ranks)
+    return tuple(f"{key}={n}" for key, n in zip(COUNTS, counts, strict=True) if n > 1)
 
 
 def make_plan(config: Config, here: Here, num_rows: int | None) -> Plan:
@@ -96,12 +108,9 @@ def make_plan(config: Config, here: Here, num_rows: int | None) -> Plan:
     shape = model_shape(config.model)
     found = fit(config, shape, here)
     gpu, planned = found.machines.num_gpus > 0, found.config
-    counts = (planned.rollout.num_workers, planned.rollout.tensor_parallel_size, planned.learner.num_ranks)
     return Plan(
         fit=found,
-        proposed=tuple(f"{key}={n}" for key, n in zip(COUNTS, counts, strict=True) if n > 1)
-        if has_default_counts(config)
-        else (),
+        proposed=_proposed(config, found),
         shape=shape,
         cache_token_bytes=cache_token_bytes(shape, planned),
         completions_that_fit=found.engine.of("cache") // completion_cache_bytes(shape, planned, gpu=gpu),
@@ -212,7 +221,7 @@ def _draw(config: Config, nodes: Nodes) -> Iterator[str]:
         for place, roles in enumerate(node):
             name = f"node {number}" if place == 0 else ""
             yield f"  {name:<9}{kind} {place}  {', '.join(roles) or 'idle'}"
-    yield f"  every node with rollout workers, on CPU: {config.reward.num_workers} verifier processes"
+    yield f"  every node with rollout workers, on CPU: verifier processes, {config.reward.num_workers}"
 
 
 def _describe_batch(batch: BatchPlan, config: Config) -> Iterator[str]:
@@ -254,7 +263,11 @@ def _describe_push(push: PushPlan, machines: Machines) -> Iterator[str]:
     yield ""
     yield f"push at {machines.bandwidth / 1e9:g} GB/s"
     yield _row("bytes", f"{push.num_bytes:,}, in buckets of at most {push.bucket_bytes:,}")
-    away = f"{push.num_fetches} nodes fetch it once each" if push.num_fetches else "on the learner's node, through shared memory"
+    away = (
+        f"fetched over the network once a node, by {push.num_fetches}"
+        if push.num_fetches
+        else "on the learner's node, through shared memory"
+    )
     yield _row("seconds to an engine", f"{push.seconds:.3g}; {away}")
     yield _row(
         "proof",

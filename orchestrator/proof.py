@@ -33,6 +33,14 @@ Scores = Sequence[NDArray[np.float32]]  # log-probabilities of each fixed row
 
 
 @dataclass(frozen=True, slots=True)
+class FixedTokens:
+    """What engine and learner both score."""
+
+    rows: Sequence[NDArray[np.int32]]  # token ids, at least two each
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True)
 class Agreement:
     """Two scorings of the same tokens, such as an engine's and the learner's."""
 

@@ -23,7 +23,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
 from ray.exceptions import RayError
 
 from configs.schema import DeadlinesConfig, Dtype
@@ -35,6 +34,7 @@ from orchestrator.proof import (
     SCALE,
     Agreement,
     Baseline,
+    FixedTokens,
     LoadingProof,
     Scores,
     manifest_problem,
@@ -85,18 +85,19 @@ class RayPusher:
         event: Callable[..., None],
         *,
         dtype: Dtype,
-        temperature: float,
-        rows: Sequence[np.ndarray[Any, Any]],
+        tokens: FixedTokens,
+        swap_waits: bool = False,
     ) -> None:
-        """``rows``: the fixed token ids of the proof, each an int32 array of at least two tokens."""
+        """``tokens`` are those of the proof. ``swap_waits``: engines swap only when their running completions have ended
+        (``rollout.on_swap=finish``), so a swap may take ``generate_s`` more."""
         self._learner = learner
         self._crew = crew
         self._waits = waits
         self._deadlines = deadlines
         self._event = event
         self._dtype = dtype
-        self._temperature = temperature
-        self._rows = list(rows)
+        self._tokens = tokens
+        self._swap_wait_s = deadlines.generate_s if swap_waits else 0.0
         self._lock = asyncio.Lock()
         self._still = asyncio.Event()  # the learner's weights are the engines' version
         self._version = UNPROVEN
@@ -105,6 +106,7 @@ class RayPusher:
         self._num_unchanged = 0  # pushes in a row that changed nothing after a step that moved
         self._baseline = Baseline(dtype)
         self._rungs: Counter[int] = Counter()  # by slot: 1 after a retry, 2 after a replacement
+        self.on_delivered: Callable[[], Awaitable[None]] | None = None  # before an engine computes with what a push brought
         crew.spawn(self._tend())
 
     @property
@@ -130,6 +132,8 @@ class RayPusher:
             moved = report is not None and report.moved
             delivery = await self._in_time(version, self._deliver(version, self._crew.proven, moved=moved))
             changed = self._file(delivery, moved=moved)
+            if self.on_delivered is not None:
+                await self.on_delivered()
             self._version = version
             for worker in self._crew.proven:
                 del self._rungs[self._crew.slot(worker)]
@@ -144,7 +148,8 @@ class RayPusher:
 
     async def _in_time(self, version: int, work: Awaitable[Any]) -> Any:
         try:
-            return await self._waits.wait(work, owner="push", name=f"version {version}", deadline_s=self._deadlines.push_s)
+            deadline_s = self._deadlines.push_s + self._swap_wait_s
+            return await self._waits.wait(work, owner="push", name=f"version {version}", deadline_s=deadline_s)
         except RayError as error:
             raise RunStopped(f"the push of version {version} failed: {words(error)}") from error
 
@@ -212,7 +217,7 @@ class RayPusher:
 
     async def _swap(self, version: int, workers: Sequence[Worker], delivery: _Delivery) -> dict[Worker, _Failure]:
         asks = {worker: worker.actor.swap.remote(version, delivery.manifest) for worker in workers}
-        answers = await self._answers(asks, f"swap to version {version}", self._deadlines.receive_s)
+        answers = await self._answers(asks, f"swap to version {version}", self._deadlines.receive_s + self._swap_wait_s)
         delivery.reports |= {w.name: answer for w, answer in answers.items() if not isinstance(answer, _Failure)}
         return {worker: answer for worker, answer in answers.items() if isinstance(answer, _Failure)}
 
@@ -238,7 +243,8 @@ class RayPusher:
         if before is None:
             return {}
         num = num_changed(before, after)
-        self._num_unchanged = self._num_unchanged + 1 if moved and num == 0 else 0
+        if moved:  # the same weights are sent again where engines had to give up theirs
+            self._num_unchanged = self._num_unchanged + 1 if num == 0 else 0
         return {"push/changed_frac": num / len(after.specs)}
 
     # ---- proofs -----------------------------------------------------------------------------------------------------
@@ -258,7 +264,7 @@ class RayPusher:
         while self._crew.new:
             workers = tuple(self._crew.new)
             delivery, first = await self._push_and_score(version, workers)
-            learner = await self._learner.score_tokens(self._rows, self._temperature)
+            learner = await self._learner.score_tokens(self._tokens.rows, self._tokens.temperature)
             _, scaled = await self._push_and_score(UNPROVEN, tuple(first), scale=SCALE)
             delivery, back = await self._push_and_score(version, tuple(scaled))
             if self._manifest is None:
@@ -281,7 +287,7 @@ class RayPusher:
 
     async def _score(self, workers: Sequence[Worker]) -> dict[Worker, Scores]:
         """Log-probabilities of the fixed tokens; workers that do not give them are lost."""
-        asks = {worker: worker.actor.score_tokens.remote(self._rows, self._temperature) for worker in workers}
+        asks = {worker: worker.actor.score_tokens.remote(self._tokens.rows, self._tokens.temperature) for worker in workers}
         scores: dict[Worker, Scores] = {}
         for worker, answer in (await self._answers(asks, "scores of the fixed tokens", self._deadlines.push_s)).items():
             if isinstance(answer, _Failure):
@@ -295,7 +301,7 @@ class RayPusher:
         if not self._baseline.is_beyond(mismatch):
             return
         self._event("mismatch", version=version, value=mismatch, baseline=self._baseline.value, allowed=self._baseline.allowed)
-        learner = await self._learner.score_tokens(self._rows, self._temperature)
+        learner = await self._learner.score_tokens(self._tokens.rows, self._tokens.temperature)
         for worker, scores in (await self._score(self._crew.proven)).items():
             agreement = Agreement.of(scores, learner)
             problem = agreement.problem(self._dtype)

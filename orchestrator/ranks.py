@@ -41,6 +41,13 @@ class RayLearner:
         report: StepReport = reports[0]
         return report
 
+    async def offload(self) -> int:
+        """Lays the states aside on all ranks; the bytes that became free on all their devices."""
+        return sum(await self._all(lambda rank: rank.offload.remote()))
+
+    async def reload(self) -> None:
+        await self._all(lambda rank: rank.reload.remote())
+
     async def buckets(self, generation: int, scale: float = 1.0, receivers: Sequence[str] = ()) -> AsyncGenerator[Any, None]:
         """References to the parcels of the weights times ``scale`` for the workers of these names, each as soon as it is gathered.
 

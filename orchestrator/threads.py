@@ -1,4 +1,5 @@
-"""OpenMP threads of each process of a run. Plain arithmetic: the launch and `limen plan` use it alike."""
+"""Cores: OpenMP threads of each process of a run, and how many actors a machine may carry. Plain arithmetic: the launch and `limen plan`
+use it alike."""
 
 from __future__ import annotations
 
@@ -7,12 +8,19 @@ from dataclasses import dataclass
 
 from configs.schema import Config
 
+SMALLEST_BOOKS = 4  # CPUs in the books of a private Ray instance, however few cores there are
 TINY_MODEL_PARAMETERS = 10_000_000  # below this a second thread costs more in barriers than it computes
 
 
 def usable_cpus() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def private_books(asked: int, cores: int) -> int:
+    """CPUs in the books of a private Ray instance that is asked for so many. It may carry two single-threaded actors a core (and four
+    on one core), since at lag 0 engine and learner work in turn."""
+    return max(cores, min(asked, max(SMALLEST_BOOKS, 2 * cores)))
 
 
 @dataclass(frozen=True, slots=True)

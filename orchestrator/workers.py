@@ -20,6 +20,7 @@ from orchestrator.fleet import RayFleet, Worker, words
 from orchestrator.waits import DeadlinePassed, Waits
 
 MOST_REPLACEMENTS = 3  # of one slot without a proven push of a step in between
+POLL_S = 0.05
 GRACE_S = 2.0  # for a killed actor's process to end by itself; a stopped one (SIGSTOP) does not
 
 
@@ -50,6 +51,11 @@ class Crew:
         self._num_made: Counter[int] = Counter()
         self._since_proof: Counter[int] = Counter()  # replacements by slot
         self._tasks: set[asyncio.Task[None]] = set()
+        self._may_start = asyncio.Event()
+        self._may_start.set()
+        self._in_motion: set[str] = (
+            set()
+        )  # lost workers whose process may live, and their slots' next ones until they are started
 
     async def start(self, workers: Sequence[Worker]) -> None:
         """Takes in the first workers, in the order of their slots, once their engines run."""
@@ -59,6 +65,16 @@ class Crew:
         self._facts = {worker.name: fact for worker, fact in zip(workers, facts, strict=True)}
         self.new += workers
         self.arrived.set()
+
+    async def hold(self) -> None:
+        """Returns once no lost worker's process is left and no other is being started: from then on its devices are free, and none
+        starts until ``go_on``."""
+        self._may_start.clear()
+        while self._in_motion:
+            await asyncio.sleep(POLL_S)
+
+    def go_on(self) -> None:
+        self._may_start.set()
 
     def close(self) -> None:
         for task in self._tasks:
@@ -126,11 +142,22 @@ class Crew:
                 f"{lost.name} is lost ({reason}), and its place was filled {MOST_REPLACEMENTS} times already without a step's push "
                 "proven in between; events.jsonl tells of each"
             )
+        self._in_motion.add(lost.name)
         self.spawn(self._start_another(lost, slot))
 
     async def _start_another(self, lost: Worker, slot: int) -> None:
         started = time.monotonic()
         await self._end(lost)
+        self._in_motion.discard(lost.name)
+        while not self._may_start.is_set():
+            await self._may_start.wait()
+        self._in_motion.add(lost.name)
+        try:
+            await self._start_in(slot, lost, started)
+        finally:
+            self._in_motion.discard(lost.name)
+
+    async def _start_in(self, slot: int, lost: Worker, started: float) -> None:
         self._num_made[slot] += 1
         worker = self._make(slot, self._num_made[slot])
         self._slots[worker.name] = slot

@@ -97,8 +97,8 @@ class Receiver(Protocol):
 
     def fetch(self, parcel: Parcel) -> Bucket:
         """The parcel's bucket, its bytes in this process's memory. The first parcel of a newer generation joins it and aborts an
-        unfinished older one. Raises PushError for a generation that was aborted or whose connection failed, and for a parcel of an
-        older generation or out of order."""
+        unfinished older one. Raises PushError for a generation that was aborted or whose connection failed, and where the order of
+        the parcels is that of the bytes (`nccl`) for one out of order or of an older generation."""
 
     def close(self) -> None:
         """Ends a generation whose parcels were all fetched."""

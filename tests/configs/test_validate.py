@@ -47,6 +47,18 @@ COMBINATIONS = {
         "cluster.placement=colocated",
         [["cluster.placement=split"], ["rollout.max_lag=0"]],
     ),
+    ("cluster.placement=colocated", "rollout.num_workers=2", "learner.num_ranks=4"): (
+        "learner.num_ranks=4: every device has one",
+        [["learner.num_ranks=2"], ["rollout.num_workers=4"]],
+    ),
+    ("cluster.placement=colocated", "rollout.tensor_parallel_size=2", "learner.num_ranks=2"): (
+        "rollout.tensor_parallel_size=2",
+        [["cluster.placement=split"], ["rollout.tensor_parallel_size=1", "learner.num_ranks=1"]],
+    ),
+    ("cluster.placement=colocated", "rollout.transport=nccl"): (
+        "rollout.transport=nccl",
+        [["rollout.transport=local"], ["rollout.transport=ipc"]],
+    ),
     ("rollout.max_model_tokens=37",): ("data.max_prompt_tokens=32 + rollout.max_new_tokens=6", [["rollout.max_model_tokens=38"]]),
     ("rollout.transport=ipc", "rollout.num_workers=2"): (
         "rollout.num_workers=2",

@@ -310,7 +310,7 @@ class Textbook:
         pairs = [(old, new, a) for a, tokens in responses for old, new in tokens]
         self.old, new, self.a = (torch.tensor(column, dtype=torch.float64) for column in zip(*pairs, strict=True))
         self.sizes = [len(tokens) for _, tokens in responses]
-        self.l = new.requires_grad_()  # noqa: E741 - the symbol of the spec
+        self.l = new.requires_grad_()
         self.p, self.p_old, self.r = self.l.exp().detach(), self.old.exp(), torch.exp(self.l - self.old)
 
     def over_response(self, values):

@@ -16,13 +16,14 @@ import psutil
 import pytest
 import ray
 
+from configs.compose import load_config
 from configs.errors import ConfigError
-from configs.schema import ClusterConfig, Placement
+from configs.schema import ClusterConfig
 from orchestrator import cluster
 from orchestrator.cluster import Demand, join_address, start_cluster
 from orchestrator.errors import RunStopped
 from orchestrator.fleet import RayScorer
-from orchestrator.placement import reserve
+from orchestrator.placement import Reservation, reserve
 from orchestrator.stages import Address, Finished
 from rollout.records import GroupMeta, Prompt, Purpose, Visit
 
@@ -133,10 +134,15 @@ def test_an_address_that_cannot_be_joined_is_refused_with_the_key_and_the_fix(mo
     assert str(caught.value).startswith(f"{key}={address}")
 
 
-def test_a_placement_that_is_not_built_is_refused_and_not_taken_for_another():
-    with pytest.raises(ConfigError, match=r"cluster\.placement=split works"):
-        start_cluster(ClusterConfig(address="local", placement=Placement.colocated), Demand(num_cpus=1, num_gpus=0))
-    assert not ray.is_initialized()
+def test_colocated_an_engine_and_a_rank_ask_for_halves_of_one_gpu_and_a_cpu_each():
+    overrides = ["rollout.num_workers=4", "learner.num_ranks=4", "reward.num_workers=2"]
+    for placement, num_gpus in (("split", 8), ("colocated", 4)):
+        config = load_config([*overrides, f"cluster.placement={placement}"])
+        assert Demand.of(config, gpu=True) == Demand(num_cpus=10, num_gpus=num_gpus)
+        assert Demand.of(config, gpu=False) == Demand(num_cpus=10, num_gpus=0)
+    bundles = ({"CPU": 2.0, "GPU": 1.0},)
+    assert Reservation(None, bundles, 2).asks(0) == {"num_cpus": 1.0, "num_gpus": 0.5}
+    assert Reservation(None, bundles, 1).asks(0) == {"num_cpus": 2.0, "num_gpus": 1.0}
 
 
 def test_nobody_at_the_address_is_one_line_within_the_deadline(monkeypatch):

@@ -18,7 +18,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from configs.compose import load_config
 from configs.errors import InputError
-from configs.schema import Config, Dtype, EmbeddedModel, ModelConfig, Placement
+from configs.schema import Attention, Config, Dtype, EmbeddedModel, ModelConfig, Placement
+from configs.validate import check_values
 from orchestrator.changes import smallest_change
 from orchestrator.fitting import Here, fit, with_key
 from orchestrator.footprint import GIB, LIVE_ELEMENTS, REDUCE_ELEMENTS, activation_bytes, completion_cache_bytes, learner_use
@@ -351,7 +352,7 @@ def test_the_states_are_those_that_deepspeed_holds(tmp_path: Path):
 
 REFUSED = {
     # One GPU for an engine and a rank, which in turn have room on it.
-    "model=qwen3_0_6b plan.num_gpus=1": ("do not go onto 1 GPUs", "cluster.placement=colocated"),
+    "model=qwen3_0_6b plan.num_gpus=1": ("do not go onto 1, ", "cluster.placement=colocated"),
     # 2 + 16 / R bytes a parameter, and 2 for the reference: 4 ranks are the least.
     "model=qwen3_8b plan.num_gpus=2": ("a learner rank takes 165.0 GiB of a GPU's 80.0 GiB", "plan.num_gpus=5"),
     "model=qwen3_8b plan.num_gpus=4": ("a learner rank takes 103.9 GiB", "learner.zero_stage=3"),
@@ -363,7 +364,10 @@ REFUSED = {
         "the engine's turn takes",
         "learner.zero_stage=3",
     ),
-    "model=qwen3_8b plan.num_gpus=8 rollout.num_workers=6 learner.num_ranks=4": ("6 rollout workers", "rollout.num_workers=4"),
+    "model=qwen3_8b plan.num_gpus=8 rollout.num_workers=6 learner.num_ranks=4": (
+        "engines on 6 x 1 GPUs, each on one node, and learner ranks on 4",
+        "rollout.num_workers=4",
+    ),
     "model=qwen3_4b plan.num_gpus=4 learner.gradient_checkpointing=false rollout.max_new_tokens=8000": (
         "a learner rank takes",
         "learner.gradient_checkpointing=true",
@@ -389,12 +393,21 @@ REFUSED = {
         "plan.node_memory_gib=256",
     ),
     "model=qwen3_8b plan.num_gpus=0": ("of main memory and has 24.0 GiB", "plan.node_memory_gib=256"),
+    # Two cores carry four actors in turn: an engine, a rank, and a verifier for both.
+    "rollout.num_workers=5": ("7 CPUs are asked of Ray, which has 4 on 2 cores", "rollout.num_workers=2"),
+    "rollout.num_workers=5 plan.cpus=8 cluster.num_cpus=6": ("7 CPUs are asked of Ray, which has 6", "rollout.num_workers=4"),
+    "reward.num_workers=3": ("5 CPUs are asked of Ray, which has 4 on 2 cores", "cluster.num_cpus=5"),
+    # No GPU that is built keeps the keys and values of a million tokens whole: the one case in which another is named.
+    "model=qwen3_8b plan.num_gpus=8 rollout.max_new_tokens=1000000": (
+        "a completion of 1000032 tokens takes",
+        "plan.gpu_gib=1024",
+    ),
     "rollout.cache_gib=0.00001": ("a completion of 38 tokens takes", "rollout.cache_gib=0.25"),
     "model=qwen3_4b plan.num_gpus=1 plan.gpus_per_node=1 plan.gpu_gib=16 plan.node_memory_gib=16 rollout.tensor_parallel_size=2": (
-        "do not go onto 1 GPUs",
+        "do not go onto 1, ",
         "rollout.tensor_parallel_size=1 plan.num_gpus=2 plan.gpu_gib=96 plan.node_memory_gib=32",
     ),
-    "model=qwen3_8b plan.num_gpus=1 plan.gpu_gib=24": ("do not go onto 1 GPUs", "learner.zero_stage=3 plan.num_gpus=15"),
+    "model=qwen3_8b plan.num_gpus=1 plan.gpu_gib=24": ("do not go onto 1, ", "learner.zero_stage=3 plan.num_gpus=15"),
 }
 
 
@@ -403,7 +416,7 @@ def test_what_cannot_fit_names_the_change_that_makes_it_fit(overrides: str):
     words, change = REFUSED[overrides]
     refused = plan_of(*overrides.split())
     assert any(words in problem for problem in refused.fit.problems), refused.fit.problems
-    assert " ".join(smallest_change(config_of(*overrides.split()), refused.shape, HERE)) == change
+    assert " ".join(smallest_change(config_of(*overrides.split()), refused.shape, HERE)[0]) == change
     assert plan_of(*overrides.split(), *change.split()).fit.problems == ()
 
 
@@ -433,12 +446,13 @@ def test_no_plan_exceeds_a_device_and_every_refusal_names_a_way(base: str, value
     shape = model_shape(config.model)
     found = fit(config, shape, HERE)
     if found.problems:
-        changes = smallest_change(config, shape, HERE)
+        changes, changed = smallest_change(config, shape, HERE)
         assert changes
         for change in changes:
             key, _, text = change.partition("=")
             value = Placement.colocated if text == "colocated" else json.loads(text)
             config = with_key(config, key, value)
+        assert config == changed
         found = fit(config, shape, HERE)
     assert found.problems == ()
     machines, counts = found.machines, found.config
@@ -460,12 +474,31 @@ def test_no_plan_exceeds_a_device_and_every_refusal_names_a_way(base: str, value
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("num_gpus", [2, 5, 8, 24, 64])
 def test_counts_are_proposed_for_all_gpus_and_explicit_ones_stand(base: str, num_gpus: int):
-    found = plan_of(f"model={base}", f"plan.num_gpus={num_gpus}").fit
+    config = with_key(config_of(f"model={base}"), "plan.num_gpus", num_gpus)
+    found = make_plan(config, HERE, None).fit
     counts = found.config
     assert counts.rollout.num_workers * counts.rollout.tensor_parallel_size + counts.learner.num_ranks == num_gpus
-    explicit = plan_of(f"model={base}", f"plan.num_gpus={num_gpus}", "rollout.num_workers=1", "learner.num_ranks=2")
+    explicit = make_plan(with_key(config, "learner.num_ranks", 2), HERE, None)
     assert (explicit.fit.config.rollout.num_workers, explicit.fit.config.learner.num_ranks) == (1, 2)
     assert explicit.proposed == ()
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("placement", list(Placement))
+def test_a_run_accepts_what_is_proposed(base: str, placement: Placement):
+    """Counts and changes alike: what the plan recommends is nothing that `limen train` refuses."""
+    for num_gpus in (1, 8):
+        config = config_of(f"model={base}", f"plan.num_gpus={num_gpus}", f"cluster.placement={placement.value}")
+        shape = model_shape(config.model)
+        found = fit(config, shape, HERE)
+        if found.problems:
+            _, config = smallest_change(config, shape, HERE)
+            found = fit(config, shape, HERE)
+        assert found.problems == ()
+        check_values(found.config)
+        if found.config.cluster.placement is Placement.colocated:
+            devices = [device for node in found.nodes for device in node]
+            assert all(device == (f"rollout-{i}", f"learner-{i}") for i, device in enumerate(devices))
 
 
 def test_activations_follow_checkpointing_attention_and_experts():
@@ -479,6 +512,54 @@ def test_activations_follow_checkpointing_attention_and_experts():
     # Eight experts: four times 2 x 768 and three times 2 x 2,048 each; 128 scores twice in float32.
     layer = 8 * 2 * 2_048 + (2 * 5_120 + 4 * 4_096 + 6 * 4_608) + 8 * 2 * (4 * 768 + 3 * 2_048) + 8 * 128
     assert activation_bytes(experts, config, 10) == 10 * (48 * layer + 14 * 2_048)
+
+
+def test_attention_that_keeps_its_scores():
+    """A row of 38 scores a head, in float32 and in bfloat16, for each token of a layer: 16 x 38 x (4 + 2)."""
+    shape, config = model_shape(ModelConfig(path="Qwen/Qwen3-0.6B")), config_of("model=qwen3_0_6b")
+    eager = with_key(config, "model.attention", Attention.eager)
+    more = activation_bytes(shape, eager, 100) - activation_bytes(shape, config, 100)
+    assert more == 100 * 28 * 16 * 38 * 6
+
+
+def test_sizes_at_their_edges():
+    # 31 tokens and the one that scoring samples are one block of 32 on CPU; 32 and one more are two.
+    for longest, blocks in ((31, 1), (32, 2)):
+        made = plan_of("data.max_prompt_tokens=25", f"rollout.max_new_tokens={longest - 25}")
+        assert made.completions_that_fit == GIB // 2 // (32 * blocks * 2_304)
+    # 2 groups of 2 rows of 38 tokens are fewer than the head's 256 rows.
+    few = plan_of("batch.groups_per_step=2", "batch.group_size=2", "batch.num_mini_batches=1")
+    assert items(few.fit.learner)["head workspace"] == 2 * 4 * 38 * 128 * 4
+    assert few.batch.visits_bound == 64  # set by the job; without it 8 batches
+    assert plan_of("rollout.max_visits_per_step=null").batch.visits_bound == 8 * 32
+    # 256 completions at once over 2 ranks: 128, in micro-batches of 38 tokens' rows, 100 // 38 = 2 at a time.
+    wide = plan_of("batch.num_mini_batches=1", "batch.tokens_per_micro_batch=100", "learner.num_ranks=2")
+    assert wide.batch.micro_batches == 64
+    # On a GPU a buffer of 500,000,000 elements is there whole, however small the model.
+    on_gpu = plan_of("plan.num_gpus=2", "learner.zero_stage=2")
+    assert items(on_gpu.fit.learner)["reduction buffers"] == 4 * 500_000_000
+    assert items(plan_of("reward.memory_gib=2", "reward.num_workers=2").fit.node)["2 verifiers at their limit"] == 4 * GIB
+
+
+def test_colocated_roles_take_turns_on_a_device_and_lay_aside_in_main_memory():
+    made = plan_of("model=qwen3_8b", "plan.num_gpus=8", "cluster.placement=colocated", "learner.zero_stage=3")
+    learner, engine, node = items(made.fit.learner), items(made.fit.engine), items(made.fit.node)
+    learners = made.fit.learner.total + engine["runtime"]
+    engines = made.fit.engine.total + learner["weights"] + learner["runtime"]  # the reference's parts lie in main memory
+    assert made.fit.fullest == max(learners, engines)
+    # Loading takes a copy of the model and one for the reference; later a rank keeps what it laid aside and its part of the reference.
+    num, part = 8_190_735_360, 8_190_735_360 // 8
+    kept = 2 * part + learner["master weights"] + learner["moments"] + learner["gradients"]
+    assert node["8 ranks, as they load the model"] == 8 * 2 * 2 * num
+    assert node["8 ranks, what they keep beyond that"] == 8 * max(0, kept - 4 * num) == 0
+    alone = with_key(
+        with_key(config_of("model=qwen3_0_6b", "cluster.placement=colocated"), "plan.num_gpus", 1), "plan.gpu_gib", 141.0
+    )
+    made = make_plan(alone, HERE, None)
+    learner, node = items(made.fit.learner), items(made.fit.node)
+    beyond = learner["master weights"] + learner["moments"] + learner["gradients"] - 4 * 596_049_920
+    assert node["1 ranks, what they keep beyond that"] == beyond > 0
+    assert made.fit.fullest >= made.fit.engine.total + learner["weights"] + learner["reference"] + learner["runtime"]
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------------------
@@ -520,7 +601,8 @@ def test_the_command_refuses_with_the_change_and_exit_code_2():
     assert code == 2
     assert "165.0 GiB of 80.0 GiB, 85.0 GiB too much" in out
     assert errors == [
-        "limen: this does not fit: a learner rank takes 165.0 GiB of a GPU's 80.0 GiB; with plan.num_gpus=5 it fits",
+        "limen: this does not fit: a learner rank takes 165.0 GiB of a GPU's 80.0 GiB; with plan.num_gpus=5 it fits; for the run: "
+        "plan.num_gpus=5 learner.num_ranks=4",
         "HEAVY []",
     ]
 
@@ -533,7 +615,7 @@ def test_every_item_of_the_plan_is_printed():
     for words in (
         "98,304 bytes",
         "61,064,245,248, in buckets of at most 1,246,241,280",
-        "6.11; 1 nodes fetch it once each",
+        "6.11; fetched over the network once a node, by 1",
         "18,867 digests",
     ):
         assert words in text

@@ -23,6 +23,7 @@ from orchestrator.actors import LearnerActor, RolloutActor
 from orchestrator.errors import RunStopped
 from orchestrator.fleet import RayFleet, Worker
 from orchestrator.handles import StepReport
+from orchestrator.proof import FixedTokens
 from orchestrator.push import RayPusher
 from orchestrator.ranks import RayLearner
 from orchestrator.waits import Waits
@@ -214,7 +215,13 @@ class Bench:
         self.fleet = RayFleet([], lambda visit: visit)
         self.crew = crew_type(self.fleet, make or self.make_same, waits, deadlines, self.event)
         self.pusher = RayPusher(
-            RayLearner([self.learner]), self.crew, waits, deadlines, self.event, dtype=Dtype.float32, temperature=0.7, rows=ROWS
+            RayLearner([self.learner]),
+            self.crew,
+            waits,
+            deadlines,
+            self.event,
+            dtype=Dtype.float32,
+            tokens=FixedTokens(ROWS, 0.7),
         )
         # Generations go on where the last test's ended: the engine remembers them.
         self.pusher._generation = Bench.generation
@@ -258,8 +265,8 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def ray_instance():
-    config = load_config([])
-    instance = cluster.start_cluster(config.cluster, cluster.Demand(num_cpus=3, num_gpus=0))
+    config = load_config(["cluster.num_cpus=6"])
+    instance = cluster.start_cluster(config.cluster, cluster.Demand(num_cpus=6, num_gpus=0))
     yield instance
     instance.close()
 

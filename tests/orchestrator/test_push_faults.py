@@ -14,6 +14,7 @@ from orchestrator import workers
 from orchestrator.errors import RunStopped
 from orchestrator.fleet import RayFleet, Worker
 from orchestrator.handles import StepReport
+from orchestrator.proof import FixedTokens
 from orchestrator.push import RayPusher
 from orchestrator.waits import DeadlinePassed, Waits
 from orchestrator.workers import Crew
@@ -102,6 +103,8 @@ class FakeEngine:
             raise PushError("layer.3.weight: digest 0000000000000001 sent, 0000000000000002 arrived")
         if fault == "die":
             self.killed.set()
+        if fault == "wait":
+            await asyncio.sleep(0.3)
         if fault == "hang":
             await self.killed.wait()
         if self.killed.is_set():
@@ -133,7 +136,7 @@ class FakeEngine:
 
 
 class World:
-    def __init__(self, monkeypatch, num_workers=2, *, dtype=Dtype.float32, faults=None, **deadlines):
+    def __init__(self, monkeypatch, num_workers=2, *, dtype=Dtype.float32, faults=None, swap_waits=False, **deadlines):
         """``faults``: by a worker's name."""
         self.engines, self.events, self.faults = {}, [], faults or {}
         self.learner = FakeLearner()
@@ -147,7 +150,14 @@ class World:
         monkeypatch.setattr(Crew, "_end", end)
         self.crew = Crew(self.fleet, self.make, self.waits, deadlines, self.event)
         self.pusher = RayPusher(
-            self.learner, self.crew, self.waits, deadlines, self.event, dtype=dtype, temperature=1.0, rows=ROWS
+            self.learner,
+            self.crew,
+            self.waits,
+            deadlines,
+            self.event,
+            dtype=dtype,
+            tokens=FixedTokens(ROWS, 1.0),
+            swap_waits=swap_waits,
         )
         self.num_workers = num_workers
 
@@ -218,6 +228,15 @@ async def test_new_engines_are_proven_by_three_pushes_for_all_of_them_at_once(wo
         assert fields["moved"] == pytest.approx(15 * 2**-6)  # the sum of 1 .. 5, scaled
     assert len(w.named("proven")) == 2
     assert {engine.version for engine in w.engines.values()} == {7}
+
+
+@pytest.mark.parametrize("swap_waits", [True, False])
+async def test_an_engine_that_first_ends_its_completions_is_waited_for(world, swap_waits):
+    """``rollout.on_swap=finish``: a swap takes as long as the completions do, three times ``receive_s`` here."""
+    w = world(faults={"rollout-0": at("swap", 4, "wait")}, swap_waits=swap_waits, generate_s=2.0)
+    await w.start()
+    await w.step(1)
+    assert bool(w.named("worker_lost")) is not swap_waits
 
 
 async def test_a_step_is_one_generation(world):

@@ -18,11 +18,12 @@ os.environ.update(engine_environment(num_threads=int(os.environ.get("OMP_NUM_THR
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+import rollout.vllm_in_process
 import rollout.vllm_weights
 from rollout.engine import GroupRequest
 from rollout.records import Completion, Finish, Group, Purpose, Visit, sampling_seed
 from rollout.tokenizer import character_tokenizer
-from rollout.vllm_in_process import EngineSpec, make_engine
+from rollout.vllm_in_process import EngineSpec, engine_args, make_engine
 from rollout.weights import Bucket, Manifest, TensorSpec, digest_bytes
 
 pytestmark = pytest.mark.engine
@@ -389,3 +390,13 @@ def test_an_environment_that_would_start_another_process_is_refused(monkeypatch:
     spec = EngineSpec("w", "m", "m", "float32", 0, 8, 1, 0.1, 0.5, 1, OnSwap.KEEP, False)
     with pytest.raises(EngineError, match="VLLM_ENABLE_V1_MULTIPROCESSING=0"):
         make_engine(spec)
+
+
+@pytest.mark.parametrize(("cpu", "sleeps", "enabled"), [(True, True, False), (False, True, True), (False, False, False)])
+def test_only_an_engine_that_shares_a_gpu_asks_for_sleep_mode(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cpu: bool, sleeps: bool, enabled: bool
+) -> None:
+    """On CPU vLLM refuses the mode, while sleep and wake themselves are taken and do nothing."""
+    monkeypatch.setattr(type(rollout.vllm_in_process.current_platform), "is_cpu", lambda self: cpu)
+    spec = EngineSpec("w", str(tmp_path), "m", "float32", 0, 8, 1, 0.1, 0.5, 1, OnSwap.KEEP, False, sleeps=sleeps)
+    assert engine_args(spec).enable_sleep_mode is enabled
