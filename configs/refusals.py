@@ -200,4 +200,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "the coefficient must start within the bounds in which it is steered",
         "algorithm.entropy_beta=0 works",
     ),
+    Refusal(
+        ("advantage.name", "algorithm.kl.place"),
+        lambda c, facts: c.advantage.name == "gdpo" and _with_kl(c, facts) and c.algorithm.kl.place is KlPlace.reward,
+        "it normalises each reward part alone, and KL in the reward belongs to none",
+        "algorithm.kl.place=loss works, or advantage=grpo",
+    ),
 )

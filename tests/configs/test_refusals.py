@@ -46,6 +46,7 @@ CASES: dict[int, tuple[list[str], list[list[str]]]] = {
         [["algorithm.kl.token_filter=all"], ["algorithm.kl.place=loss"]],
     ),
     15: (["algorithm.adaptive_entropy.target=0.3", "algorithm.entropy_beta=0.02"], [["algorithm.entropy_beta=0"]]),
+    16: (["advantage=gdpo", "algorithm.kl.place=reward"], [["algorithm.kl.place=loss"], ["advantage=grpo"]]),
 }
 
 
