@@ -199,7 +199,7 @@ def _pipeline(config: Config, parts: Mapping[str, Part]) -> list[str]:
 
 
 def _named(part: Part) -> str:
-    return f"{part.key}={part.choice.name}"
+    return f"{part.key}={part.choice.name.rpartition('/')[2]}"  # the whole path stands above
 
 
 # ---- the tables -----------------------------------------------------------------------------------------------------

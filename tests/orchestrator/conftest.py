@@ -37,7 +37,8 @@ class Recorded:
 def recorded(tmp_path_factory) -> Recorded:
     """Two steps of four groups of four; of each group some are right, one is truncated, and one of the run has no valid score.
 
-    The engine's log-probabilities are the model's own, off by a few hundredths, and on one token of each completion by far more.
+    The engine's log-probabilities are the model's own but for rounding; of one member of each group they are off by hundredths, of
+    another one token is off by far more.
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -88,8 +89,8 @@ def _completion(model, rng, prompt, index, step):
         row = torch.from_numpy(np.concatenate([prompt, ids])).long()
         logp = torch.log_softmax(model(row[None]).logits[0].float(), -1)[len(prompt) - 1 : -1]
         logp = logp.gather(1, row[len(prompt) :, None])[:, 0].numpy()
-    off = rng.normal(0, 0.02, len(ids))
-    off[-1] += 1.2 * (-1) ** index
+    off = rng.normal(0, 0.02 if index == 1 else 0.0003, len(ids))
+    off[-1] -= 1.2 * (index == 2)
     return Completion(
         index=index,
         token_ids=ids,
