@@ -117,7 +117,9 @@ def decoupled_by_steps(tokens):
 
 
 def test_interpolation_at_the_first_step_of_an_update_has_ratio_one(make_tokens):
-    tokens = make_tokens([-0.3, -2.0], roll_logp=[-1.0, -1.0], behave_step=[2.0, 4.0], prox_step=[5.0] * 2, current_step=[5.0] * 2)
+    tokens = make_tokens(
+        [-0.3, -2.0], roll_logp=[-1.0, -1.0], behave_step=[2.0, 4.0], prox_step=[5.0] * 2, current_step=[5.0] * 2
+    )
     given = decoupled(tokens, prox="interpolated")
     assert torch.equal(given.prox_logp, tokens.logp)
 
