@@ -122,7 +122,7 @@ def start(config: Config, threads: int | None) -> tuple[Any, Any]:
     environment = cluster.learner_environment(threads or budget.learner, rank=0, world_size=1, gpu=False)
     options = cluster.actor_options("learner-0", num_cpus=1, num_gpus=0, env=environment, concurrency=1)
     learner = ray.remote(TimedLearner).options(**options).remote(0, 1)
-    learner_spec = material.learner_spec(config, stuff, total_optimizer_steps=1)
+    learner_spec = material.learner_spec(config, stuff.model_path, total_optimizer_steps=1)
     ray.get(learner.start.remote("learner.learner", learner_spec, *ray.get(learner.rendezvous.remote())))
     ray.get(worker.health.remote())
     return learner, worker

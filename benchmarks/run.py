@@ -1,4 +1,4 @@
-"""`make bench`: the embedded job's step time over its floor, in one run and with the same thread budgets; the head; a push.
+"""`make bench`: the embedded job's step time over its floor, in one run and with the same thread budgets; the head; the credit; a push.
 
     python benchmarks/run.py [--steps 30] [--busy] [--skip-head] [--skip-push]
 
@@ -80,6 +80,7 @@ def main() -> None:
             loop.kill()
     if not arguments.skip_head:
         subprocess.run([sys.executable, str(HERE / "head.py")], check=True)
+    subprocess.run([sys.executable, str(HERE / "credit.py")], check=True)
     if not arguments.skip_push:
         subprocess.run([sys.executable, str(HERE / "push.py")], check=True)
 

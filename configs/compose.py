@@ -23,7 +23,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from configs.build import build, to_plain
+from configs.build import build, schema_keys, to_plain
 from configs.errors import ConfigError, did_you_mean
 from configs.paths import make_absolute
 from configs.schema import Config
@@ -34,11 +34,12 @@ __all__ = ["ConfigError", "dump_config", "load_config", "shipped_files"]
 _OURS = Path(__file__).parent
 _ROOT = "config"
 _SECRET_WORDS = {"key", "apikey", "token", "secret", "password", "passwd", "authorization", "credential", "credentials"}
+_OWN_KEYS = {field.name for _, field in schema_keys(Config)}
 _URL_LOGIN = re.compile(r"(\w+://)[^/\s@]+@")
 REDACTED = "*** redacted ***"
 
 
-def load_config(overrides: Sequence[str], config_dir: Path | None = None) -> Config:
+def load_config(overrides: Sequence[str], config_dir: Path | None = None, *, combinations: bool = True) -> Config:
     """The checked configuration of a run.
 
     Args:
@@ -46,6 +47,7 @@ def load_config(overrides: Sequence[str], config_dir: Path | None = None) -> Con
             With ``resume=RUN_DIR`` among them, or ``checkpoint_dir`` in a run's folder, they apply to the configuration stored
             with that run.
         config_dir: a folder of the user's own YAML groups.
+        combinations: whether refused combinations raise.
 
     Raises:
         ConfigError: one line that names the key, and what would work.
@@ -60,7 +62,7 @@ def load_config(overrides: Sequence[str], config_dir: Path | None = None) -> Con
         _apply(config, override)
     built = build(Config, _resolve(config))
     make_absolute(built)
-    check_values(built)
+    check_values(built, combinations=combinations)
     return built
 
 
@@ -214,9 +216,10 @@ def _redact(value: Any, *, secret: bool = False) -> Any:
 
 
 def _names_secret(name: str) -> bool:
-    """Whether a key's last word names a secret: ``api_key`` and ``Authorization`` do, ``max_new_tokens`` does not."""
+    """Whether a word of the key names a secret: ``api_key`` and ``Authorization`` do, ``max_new_tokens`` and the schema's own keys,
+    such as ``token_weighting``, do not."""
     words = re.split(r"[^a-z]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower())
-    return bool(_SECRET_WORDS & set(words))
+    return bool(_SECRET_WORDS & set(words)) and name not in _OWN_KEYS
 
 
 def _first_line(error: Exception) -> str:

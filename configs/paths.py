@@ -18,6 +18,7 @@ def make_absolute(config: Config) -> None:
     config.run_dir = _path(config.run_dir)
     config.resume = _path(config.resume)
     config.checkpoint_dir = _path(config.checkpoint_dir)
+    config.rollout.source_run = _path(config.rollout.source_run)
     config.model.path = _path_or_name(config.model.path)
     config.model.warm_start_file = _path(config.model.warm_start_file)
     for source in config.data.sources.values():
@@ -26,7 +27,8 @@ def make_absolute(config: Config) -> None:
             source.path = _path(source.path) if is_file else _path_or_name(source.path)
     for part in config.reward.parts.values():
         part.function = _function(part.function)
-    for choice in (config.algorithm, config.advantage, config.weighting, config.selection, config.correction):
+    chosen = (config.advantage, config.weighting, config.token_weighting, config.selection, config.correction)
+    for choice in (config.algorithm, *chosen):
         choice.name = _function(choice.name)
 
 

@@ -107,8 +107,26 @@ class Reference(Enum):
 
 class KlKind(Enum):
     off = "off"
+    k1 = "k1"
     k2 = "k2"
     k3 = "k3"
+    k3_plus = "k3_plus"
+
+
+class KlPlace(Enum):
+    loss = "loss"
+    reward = "reward"
+
+
+class KlRatio(Enum):
+    none = "none"
+    through = "through"
+    detached = "detached"
+
+
+class KlFilter(Enum):
+    all = "all"
+    low_entropy = "low_entropy"
 
 
 class Aggregation(Enum):
@@ -242,6 +260,9 @@ class RolloutConfig:
     max_model_tokens: int | None = knob(None, "longest prompt plus completion; without one, max_prompt_tokens + max_new_tokens")
     num_threads: int | None = knob(None, "threads of an engine on CPU; without one, set by the plan")
     record: bool = knob(False, "whether every kept group is written whole to the run's folder")
+    source_run: str | None = knob(
+        None, "folder of a run made with `rollout.record=true`: its groups are trained on, and no engine runs"
+    )
 
 
 @dataclass
@@ -275,8 +296,19 @@ class LearnerConfig:
 
 @dataclass
 class KlConfig:
-    kind: KlKind = knob(KlKind.off, "estimator of the KL term in the loss; needs `learner.reference=frozen`")
+    kind: KlKind = knob(KlKind.off, "estimator; needs `learner.reference=frozen`")
     beta: float = knob(0.0, "its coefficient")
+    place: KlPlace = knob(KlPlace.loss, "a term of the loss, or taken from the reward before the advantage")
+    ratio: KlRatio = knob(KlRatio.none, "in the loss: multiplied by pi / pi_old or not, with the gradient through it or not")
+    token_filter: KlFilter = knob(KlFilter.all, "in the loss: of all tokens, or of the low-entropy ones of each response")
+    entropy_quantile: float = knob(0.8, "share of a response's tokens that count as low-entropy for `token_filter`")
+
+
+@dataclass
+class AdaptiveEntropyConfig:
+    target: float | None = knob(None, "entropy in nats a token that the bonus steers to; without one, it stays `entropy_beta`")
+    gain: float = knob(0.001, "change of the coefficient a step and nat below the target")
+    max_beta: float = knob(0.01, "bound of the coefficient")
 
 
 @dataclass
@@ -286,6 +318,8 @@ class AlgorithmConfig:
     aggregation: Aggregation = knob(Aggregation.seq_mean_token_mean, "how token losses become one number")
     kl: KlConfig = knob(KlConfig, "KL to the reference")
     entropy_beta: float = knob(0.0, "coefficient of the exact entropy bonus")
+    adaptive_entropy: AdaptiveEntropyConfig = knob(AdaptiveEntropyConfig, "moves that coefficient towards a target entropy")
+    aux_scale: float = knob(0.0, "coefficient of the load-balancing loss of a mixture of experts' routers")
     mask_truncated: bool = knob(False, "leave completions that hit the token limit out of the loss")
 
 
@@ -414,6 +448,7 @@ class Config:
     advantage: Choice = knob(lambda: Choice(name="grpo"), "advantage estimator")
     weighting: Choice = knob(Choice, "sample weights")
     selection: Choice = knob(lambda: Choice(name="zero_variance"), "which groups are kept")
+    token_weighting: Choice = knob(Choice, "token weights")
     correction: Choice = knob(Choice, "engine and learner mismatch")
     reward: RewardConfig = knob(RewardConfig, "verifiers")
     evaluation: EvaluationConfig = knob(EvaluationConfig, "held-out prompts")

@@ -14,9 +14,9 @@ from typing import Any
 from configs.build import schema_keys
 from configs.errors import ConfigError, did_you_mean
 from configs.paths import BUILT_IN
-from configs.schema import Config, Dtype, KlKind, LastBatch, Placement, Reference, SourceKind, Transport
+from configs.refusals import check_combinations
+from configs.schema import Config, Dtype, LastBatch, Placement, SourceKind, Transport
 
-GROUP_RELATIVE = {"grpo"}  # advantages that compare the members of a group
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 # Bounds of single keys: (smallest, whether it is allowed itself, largest). A key that is None passes.
@@ -83,6 +83,11 @@ _BOUNDS: dict[str, tuple[float, bool, float | None]] = {
     "learner.optimizer.min_learning_rate_ratio": _SHARE,
     "learner.optimizer.max_grad_norm": _FROM_0,
     "algorithm.kl.beta": _FROM_0,
+    "algorithm.kl.entropy_quantile": _SHARE,
+    "algorithm.adaptive_entropy.target": _ABOVE_0,
+    "algorithm.adaptive_entropy.gain": _ABOVE_0,
+    "algorithm.adaptive_entropy.max_beta": _ABOVE_0,
+    "algorithm.aux_scale": _FROM_0,
     "reward.num_workers": _FROM_1,
     "reward.timeout_s": _ABOVE_0,
     "reward.memory_gib": _ABOVE_0,
@@ -105,12 +110,15 @@ _BOUNDS: dict[str, tuple[float, bool, float | None]] = {
 } | {key: _ABOVE_0 for key, _ in schema_keys(Config) if key.startswith("deadlines.")}
 
 
-def check_values(config: Config) -> None:
-    """Raise ConfigError for the first value or combination of values that cannot run."""
+def check_values(config: Config, *, combinations: bool = True) -> None:
+    """Raise ConfigError for the first value or combination of values that cannot run; ``combinations`` False leaves out the table of
+    refused combinations, for who only reads a configuration."""
     for key, (low, inclusive, high) in _BOUNDS.items():
         _check_bounds(config, key, low, inclusive, high)
     for check in _CHECKS:
         check(config)
+    if combinations:
+        check_combinations(config)
 
 
 def _check_bounds(config: Config, key: str, low: float, inclusive: bool, high: float | None) -> None:
@@ -142,11 +150,6 @@ def _check_batch(config: Config) -> None:
             f"batch.groups_per_step={batch.groups_per_step} is not divisible by batch.num_mini_batches={batch.num_mini_batches}; "
             f"batch.groups_per_step={' or '.join(map(str, works))} works, or batch.num_mini_batches={divisors[-1]}"
         )
-    if batch.group_size < 2 and config.advantage.name in GROUP_RELATIVE:
-        raise ConfigError(
-            f"batch.group_size={batch.group_size}: advantage={config.advantage.name} compares the completions of a group; "
-            "batch.group_size=2 or more works"
-        )
 
 
 def _check_rollout(config: Config) -> None:
@@ -172,6 +175,15 @@ def _check_rollout(config: Config) -> None:
             f"rollout.transport=ipc, rollout.num_workers={rollout.num_workers}: handles open on the learner's own GPU only, where one "
             "engine runs; rollout.transport=nccl or local works, or rollout.num_workers=1"
         )
+    if rollout.source_run is not None and rollout.max_lag > 0:
+        raise ConfigError(
+            f"rollout.source_run is set, rollout.max_lag={rollout.max_lag}: a replay has nothing to generate ahead; rollout.max_lag=0 works"
+        )
+    if rollout.source_run is not None and rollout.transport is not Transport.local:
+        raise ConfigError(
+            f"rollout.source_run is set, rollout.transport={rollout.transport.value}: a replay has no engine to send to; "
+            "rollout.transport=local works"
+        )
     bound = rollout.max_visits_per_step
     if bound is not None and bound < config.batch.groups_per_step:
         groups = config.batch.groups_per_step
@@ -184,6 +196,11 @@ def _check_colocated(config: Config) -> None:
     rollout, num_ranks = config.rollout, config.learner.num_ranks
     if config.cluster.placement is not Placement.colocated:
         return
+    if rollout.source_run is not None:
+        raise ConfigError(
+            "rollout.source_run is set, cluster.placement=colocated: a replay has no engine to share a device with; "
+            "cluster.placement=split works"
+        )
     if rollout.max_lag > 0:
         raise ConfigError(
             f"cluster.placement=colocated, rollout.max_lag={rollout.max_lag}: above lag 0 engines generate while the learner trains, which "
@@ -206,20 +223,11 @@ def _check_colocated(config: Config) -> None:
 
 
 def _check_learner(config: Config) -> None:
-    learner, kl = config.learner, config.algorithm.kl
+    learner = config.learner
     if config.model.dtype is Dtype.bfloat16 and learner.zero_stage == 0:
         raise ConfigError(
             "model.dtype=bfloat16, learner.zero_stage=0: without a stage DeepSpeed accumulates gradients in bfloat16; "
             "learner.zero_stage=1 works"
-        )
-    if kl.kind is not KlKind.off and learner.reference is Reference.off:
-        raise ConfigError(
-            f"algorithm.kl.kind={kl.kind.value} needs a reference: learner.reference=frozen works, or algorithm.kl.kind=off"
-        )
-    if kl.kind is not KlKind.off and kl.beta == 0:
-        raise ConfigError(
-            f"algorithm.kl.kind={kl.kind.value}, algorithm.kl.beta=0: the term does nothing; algorithm.kl.beta=0.001 works, "
-            "or algorithm.kl.kind=off"
         )
     optimizer = learner.optimizer
     if optimizer.warmup_steps and optimizer.warmup_ratio:

@@ -13,15 +13,19 @@ The loss that is logged is computed beside them and never differentiated.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from configs.schema import KlKind
-from learner.kl import KL_TERMS, k3
-from learner.loss_tokens import MAX_EXPONENT, LossTokens
-from learner.metric_sums import MetricSums, collect_sums
+from configs.schema import KlKind, KlRatio
+from learner.corrections import Correction
+from learner.credit_metrics import credit_metrics
+from learner.entropy import is_low_entropy
+from learner.kl import KL_TERMS, reference_log_ratio, weigh_by_ratio
+from learner.loss_tokens import LossTokens
+from learner.metric_sums import MetricSums
 from learner.surrogates import Surrogate
 
 
@@ -32,76 +36,73 @@ class Credit:
     logp: Tensor  # [T] float32, c
     entropy: Tensor  # [T] float32, e
     loss: Tensor  # scalar; those of an optimizer step's micro-batches, over all ranks, add up to its loss
-    sums: MetricSums
+    metrics: Callable[[], MetricSums]
+
+    @property
+    def sums(self) -> MetricSums:
+        """The metrics beside it, computed when asked: they cost more than the credit."""
+        return self.metrics()
 
 
-def token_credit(
+def token_credit(  # noqa: PLR0913 - a parameter for each factor of the formula
     tokens: LossTokens,
     *,
     surrogate: Callable[[LossTokens], Surrogate],
     kl_kind: KlKind,
     kl_beta: float,
     entropy_beta: float,
+    kl_ratio: KlRatio = KlRatio.none,
+    kl_entropy_quantile: float | None = None,
+    correction: Callable[[LossTokens], Correction] | None = None,
+    token_weighting: Callable[[LossTokens], Tensor] | None = None,
 ) -> Credit:
-    """The credit of every loss token. ``surrogate`` has its parameters bound.
+    """The credit of every loss token. The functions have their parameters bound.
+
+    Args:
+        tokens: of one micro-batch. ``correction`` and ``token_weight`` there are what this call's functions leave: without a
+            function they count as they are.
+        surrogate: sees the tokens with the correction's proximal policy in place of ``old_logp``.
+        kl_kind: of the term in the loss; ``off`` where there is none or it is in the reward.
+        kl_beta: its coefficient.
+        entropy_beta: coefficient of the entropy bonus.
+        kl_ratio: whether the KL term is multiplied by the ratio, and how.
+        kl_entropy_quantile: the KL term counts the low-entropy tokens alone, by ``is_low_entropy``; its denominator must be that of
+            their ``low_entropy_count``. None counts what ``kl_mask`` says.
+        correction: of the mismatch between engine and learner.
+        token_weighting: weight [T] a token, not negative.
 
     A NaN at a loss token stays in its credit and in the loss, so the non-finite guard sees it. Raises ValueError where a KL
-    term is asked for and ``tokens.ref_logp`` is None.
+    term is asked for and ``tokens.ref_logp`` is None, or where a function's tensor is not float32 [T].
     """
-    policy = surrogate(tokens)
-    scale = tokens.sample_weight * tokens.token_weight * tokens.correction / tokens.policy_denominator
-    logp_credit = -tokens.advantage * scale * policy.factor
-    loss = (policy.value * scale).sum() - entropy_beta * (tokens.entropy / tokens.policy_denominator).sum()
+    given = correction(tokens) if correction is not None else None
+    seen = tokens
+    if given is not None:
+        prox = tokens.old_logp if given.prox_logp is None else given.prox_logp
+        seen = replace(seen, correction=given.weight, old_logp=prox)
+    if token_weighting is not None:
+        seen = replace(seen, token_weight=token_weighting(seen))
+    if kl_entropy_quantile is not None:
+        seen = replace(seen, kl_mask=is_low_entropy(seen.entropy, seen.response, kl_entropy_quantile).float())
+    policy = surrogate(seen)
+    if any(x.shape != seen.logp.shape or x.dtype != torch.float32 for x in (policy.factor, policy.value)):
+        raise ValueError(f"the surrogate's factor and value must be float32 of shape [{len(seen.logp)}]")
+    weight = (seen.sample_weight * seen.token_weight).mul_(seen.correction)
+    scale = weight / seen.policy_denominator
+    logp_credit = (-seen.advantage).mul_(scale).mul_(policy.factor)
+    loss = scale.mul_(policy.value).sum()
+    if entropy_beta:
+        loss = loss - entropy_beta * (seen.entropy / seen.policy_denominator).sum()
     if kl_kind is not KlKind.off:
-        in_kl, log_ratio = _reference_log_ratio(tokens)
+        in_kl, log_ratio = reference_log_ratio(seen)
         term = KL_TERMS[kl_kind](log_ratio)
-        kl_scale = torch.where(in_kl, kl_beta * tokens.kl_mask / tokens.kl_denominator, 0.0)
+        if kl_ratio is not KlRatio.none:
+            term = weigh_by_ratio(term, seen.ratio, kl_ratio)
+        kl_scale = torch.where(in_kl, kl_beta * seen.kl_mask / seen.kl_denominator, 0.0)
         logp_credit = logp_credit + term.factor * kl_scale
         loss = loss + (term.value * kl_scale).sum()
     return Credit(
         logp=logp_credit,
-        entropy=-entropy_beta / tokens.policy_denominator,
+        entropy=-entropy_beta / seen.policy_denominator,
         loss=loss,
-        sums=_metric_sums(tokens, policy),
+        metrics=partial(credit_metrics, tokens, seen, policy, given, weight),
     )
-
-
-def _reference_log_ratio(tokens: LossTokens) -> tuple[Tensor, Tensor]:
-    """Where the KL term counts, bool [T], and d = logp - ref_logp there, 0 elsewhere."""
-    if tokens.ref_logp is None:
-        raise ValueError("a KL term needs ref_logp: set learner.reference=frozen, or algorithm.kl.kind=off")
-    in_kl = tokens.kl_mask != 0
-    return in_kl, torch.where(in_kl, tokens.logp - tokens.ref_logp, 0.0)
-
-
-def _metric_sums(tokens: LossTokens, policy: Surrogate) -> MetricSums:
-    """The metrics of ALGORITHMS section 10 that a micro-batch can tell; ``w`` is the surrogate's factor.
-
-    ``kl/old_new`` and ``mismatch/k3_engine`` are the k3 estimates of KL(old || new) and KL(engine || learner) on the tokens at hand.
-    """
-    every = torch.ones_like(tokens.advantage, dtype=torch.bool)
-    signs = {"pos": tokens.advantage > 0, "neg": tokens.advantage < 0}
-    ratio, mismatch = tokens.ratio, tokens.old_logp - tokens.roll_logp
-    rho = torch.exp(torch.clamp(mismatch, -MAX_EXPONENT, MAX_EXPONENT))
-    means = {
-        "policy/entropy": (tokens.entropy, every),
-        "kl/old_new": (k3(tokens.old_logp - tokens.logp).value, every),
-        "mismatch/logp_absdiff": (mismatch.abs(), every),
-        "mismatch/k3_engine": (k3(-mismatch).value, every),
-        "mismatch/rho_mean": (rho, every),
-        "eff/token_frac": ((policy.factor > 0).float(), every),
-    }
-    maxima = {"mismatch/logp_absdiff_max": (mismatch.abs(), every), "mismatch/rho_max": (rho, every)}
-    for sign, mask in signs.items():
-        means[f"policy/entropy_{sign}"] = (tokens.entropy, mask)
-        means[f"ratio/mean_{sign}"] = (ratio, mask)
-        means[f"w/mean_{sign}"] = (policy.factor, mask)
-        maxima[f"ratio/max_{sign}"] = (ratio, mask)
-        maxima[f"w/max_{sign}"] = (policy.factor, mask)
-    for name, region in policy.regions.items():
-        means[f"clip/{name}"] = (region.float(), signs.get(name.rpartition("_")[2], every))
-    if tokens.ref_logp is not None:
-        in_kl, log_ratio = _reference_log_ratio(tokens)
-        means["kl/k1_ref"] = (log_ratio, in_kl)
-        means["kl/k3_ref"] = (k3(log_ratio).value, in_kl)
-    return collect_sums(means, maxima)

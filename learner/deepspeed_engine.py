@@ -95,9 +95,9 @@ class DeepSpeedEngine:
         self.module: nn.Module = self._engine.module
         self._aside: Aside | None = None
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs: Any, **options: Any) -> Any:
         """One forward through the engine, so that ZeRO's hooks see it."""
-        return self._engine(*inputs)
+        return self._engine(*inputs, **options)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Adds the gradient of ``loss``, whose denominator is already global. ``last``: the step follows."""

@@ -30,6 +30,7 @@ class HeadOutput(NamedTuple):
     entropy: Tensor  # [N] float32, in nats, with gradient
     max_logp: Tensor | None  # [N] float32, log-probability of the most likely token; None unless extras were asked for
     rank: Tensor | None  # [N] int64, 1 for the most likely token; None unless extras were asked for
+    aux_loss: Tensor | None = None  # scalar, of the routers of a mixture of experts; the head leaves it None
 
 
 CAST_ROWS = 2048  # rows of a weight that are cast at once, where products need another dtype

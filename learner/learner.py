@@ -10,6 +10,7 @@ weights and metrics travels between ranks. All return the same reports.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,23 +22,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from configs.functions import resolve_function
-from configs.schema import AlgorithmConfig, BatchConfig, Choice, KlKind, LearnerConfig, ModelConfig, Reference
-from learner.advantages import ADVANTAGES
 from learner.batching import Row, fill_micro_batches, pack_rows
-from learner.credit import Credit, token_credit
 from learner.deepspeed_engine import DeepSpeedEngine, StepResult, frozen_forward, join_process_group
 from learner.gather import gather_buckets
 from learner.head import HeadOutput
 from learner.loss_tokens import LossTokens
 from learner.metric_sums import MetricSums, collect_sums
-from learner.model import frozen_copy, load_model
-from learner.samples import Gap, MicroBatch, Plan, make_samples, packed_tensors, plan_optimizer_steps
+from learner.model import ModelError, frozen_copy, load_model
+from learner.objective import Objective
+from learner.prepare import Rank, loss_tokens, prepare_batch
+from learner.samples import Gap, Inputs, MicroBatch, packed_tensors
 from learner.saving import export_model, force_to_disk, load_state, save_state
+from learner.spec import LearnerSpec, RolloutBatch
 from learner.stopwatch import Stopwatch
-from learner.surrogates import SURROGATES
-from learner.weighting import WEIGHTINGS, sample_weights
-from rollout.records import ScoredGroup
 from rollout.tokenizer import load_tokenizer
 from rollout.weights import Bucket, Manifest
 
@@ -46,33 +43,6 @@ _T = TypeVar("_T")
 
 class NonFiniteError(RuntimeError):
     """Too many optimizer steps in a row were not finite. Weights and moments are those of the last good step."""
-
-
-@dataclass(frozen=True)
-class LearnerSpec:
-    """Everything a learner is made from."""
-
-    model: ModelConfig
-    learner: LearnerConfig
-    batch: BatchConfig
-    algorithm: AlgorithmConfig
-    advantage: Choice
-    weighting: Choice
-    correction: Choice
-    model_path: str  # folder or Hugging Face name of the start weights, with a tokenizer
-    temperature: float  # of sampling; the logits are divided by it
-    seed: int
-    total_optimizer_steps: int  # length of the schedule
-    max_response_tokens: int
-
-
-@dataclass(frozen=True)
-class RolloutBatch:
-    """The kept groups of one step. ``version`` is the learner's as it trains them."""
-
-    step: int
-    version: int
-    groups: tuple[ScoredGroup, ...]
 
 
 @dataclass(frozen=True)
@@ -95,11 +65,7 @@ class Learner:
     """One learner rank. Raises ValueError where the spec asks for what is not built, ModelError for an unfit model."""
 
     def __init__(self, spec: LearnerSpec, rank: int, world_size: int) -> None:
-        if spec.correction.name != "none":
-            raise ValueError(f"correction={spec.correction.name} is not built yet; use correction=none")
-        with_kl = spec.algorithm.kl.kind is not KlKind.off
-        if with_kl and spec.learner.reference is Reference.off:
-            raise ValueError("algorithm.kl needs a reference: set learner.reference=frozen, or algorithm.kl.kind=off")
+        self.objective = Objective(spec)
         self.spec, self.rank, self.world_size = spec, rank, world_size
         join_process_group(rank, world_size)
         self.model = load_model(
@@ -109,83 +75,41 @@ class Learner:
             chunk_rows=spec.learner.head_chunk_rows,
             gradient_checkpointing=spec.learner.gradient_checkpointing,
         )
+        if spec.algorithm.aux_scale > 0 and self.model.policy.num_routed is None:
+            raise ModelError(
+                f"algorithm.aux_scale={spec.algorithm.aux_scale:g}: the model at {spec.model_path} has no routers whose scores can "
+                "be read; algorithm.aux_scale=0 works"
+            )
         self._parameters = dict(self.model.hf.named_parameters())
         self._reference: Callable[..., HeadOutput] | None = None
-        if with_kl:  # before the engine, which splits the policy at ZeRO-3
+        if self.objective.needs_reference:  # before the engine, which splits the policy at ZeRO-3
             copy = frozen_copy(self.model.policy)
             self._reference = frozen_forward(copy, spec.learner, spec.model.dtype, world_size=world_size)
         self.engine = DeepSpeedEngine(
             self.model.policy, spec.learner, spec.model.dtype, world_size=world_size, total_steps=spec.total_optimizer_steps
         )
-        self._credit: Callable[[LossTokens], Credit] = partial(
-            token_credit,
-            surrogate=partial(resolve_function(spec.algorithm.name, SURROGATES, "algorithm"), **spec.algorithm.params),
-            kl_kind=spec.algorithm.kl.kind,
-            kl_beta=spec.algorithm.kl.beta,
-            entropy_beta=spec.algorithm.entropy_beta,
-        )
         self._stopwatch = Stopwatch(self.engine.device)
         self._steps: list[list[MicroBatch]] = []
+        self._num_steps_before = 0  # optimizer steps taken when the prepared batch arrived
         self._manifest: Manifest | None = None
 
     # ---- a rollout batch --------------------------------------------------------------------------------------------
 
     def prepare(self, batch: RolloutBatch) -> PrepareReport:
-        """Makes the batch ready to train, in the packing it will be trained in.
-
-        ``old_logp`` is computed for all but the first mini-batch. That one meets the weights unchanged, so its ``old_logp`` is
-        ``logp.detach()`` of its own forward: the ratio is exactly 1 and no forward is spent, in a batch of one optimizer step
-        none at all. With fewer groups than ``num_mini_batches`` there are fewer mini-batches, with no trainable sample none.
-        """
+        """Makes the batch ready to train, see ``prepare_batch``. Raises ValueError for what a chosen function cannot take."""
         self.engine.check_states_are_here("prepare")
-        spec = self.spec
-        samples, counts = make_samples(
-            batch.groups,
-            partial(resolve_function(spec.advantage.name, ADVANTAGES, "advantage"), **spec.advantage.params),
-            partial(
-                sample_weights,
-                resolve_function(spec.weighting.name, WEIGHTINGS, "weighting"),
-                params=spec.weighting.params,
-            ),
-            mask_truncated=spec.algorithm.mask_truncated,
-        )
-        plan = Plan(
-            num_mini_batches=spec.batch.num_mini_batches,
-            tokens_per_micro_batch=spec.batch.tokens_per_micro_batch,
-            aggregation=spec.algorithm.aggregation,
-            max_response_tokens=spec.max_response_tokens,
-            cost=self.model.cost,
-            version=batch.version,
+        here = Rank(
             rank=self.rank,
             world_size=self.world_size,
             device=self.engine.device,
+            cost=self.model.cost,
+            policy=self._forward,
+            reference=None if self._reference is None else partial(self._forward, policy=self._reference),
+            of_all_ranks=self._of_all_ranks,
         )
-        self._steps, dealt = plan_optimizer_steps(samples, plan, (spec.seed, batch.step))
-        micro_batches = [micro for step in self._steps for micro in step]
-        with torch.no_grad():
-            for micro in (micro for step in self._steps[1:] for micro in step):
-                micro.old_logp = self._forward(micro).logp
-            if self._reference is not None:
-                for micro in micro_batches:
-                    micro.ref_logp = self._forward(micro, self._reference).logp
-        metrics = {
-            "batch/num_samples": counts.num_samples,
-            "batch/num_invalid": counts.num_invalid,
-            "batch/num_truncated": counts.num_truncated,
-            "batch/num_empty": counts.num_empty,
-            "batch/num_loss_tokens": sum(sample.num_loss_tokens for sample in samples),
-            "batch/num_mini_batches": len(self._steps),
-            "batch/num_micro_batches": len(micro_batches),
-            "batch/padding_frac": dealt.padding_frac,
-            "batch/rank_imbalance": dealt.imbalance,
-            "eff/sample_frac": _share(sum(s.advantage != 0 for s in samples), sum(len(g.scores) for g in batch.groups)),
-        }
-        return PrepareReport(
-            {name: float(value) for name, value in metrics.items()},
-            counts.num_samples,
-            sum(micro.num_tokens for micro in micro_batches),
-            len(self._steps),
-        )
+        prepared = prepare_batch(batch, self.objective, here, self._num_steps_taken)
+        self._steps, self._num_steps_before = prepared.steps, self._num_steps_taken
+        return PrepareReport(prepared.metrics, prepared.num_samples, prepared.num_rank_tokens, len(prepared.steps))
 
     def train(self) -> TrainReport:
         """The optimizer steps of the prepared batch, which is used up; every pass goes over the same mini-batches in order.
@@ -196,11 +120,11 @@ class Learner:
         steps, self._steps = self._steps, []
         sums = MetricSums({}, {})
         results: list[StepResult] = []
-        for number_of_pass in range(self.spec.batch.num_passes):
+        for pass_number in range(self.spec.batch.num_passes):
             for micro_batches in steps:
                 loss = 0.0
                 for place, micro in enumerate(micro_batches):
-                    more, added = self._accumulate(micro, last=place == len(micro_batches) - 1, first_pass=number_of_pass == 0)
+                    more, added = self._accumulate(micro, pass_number, last=place == len(micro_batches) - 1)
                     sums += more
                     loss += added
                 sums += MetricSums({"update/loss": (loss, 1 / self.world_size)}, {})
@@ -216,26 +140,48 @@ class Learner:
             metrics["update/skipped_nonfinite"] = float(len(results) - len(norms))
             if norms:
                 metrics["update/grad_norm"] = sum(norms) / len(norms)
+            metrics["policy/entropy_beta"] = self.objective.entropy_beta
+            self.objective.end_step(metrics.get("policy/entropy", math.nan))
         moved = any(not r.skipped and r.learning_rate > 0 and r.grad_norm > 0 for r in results)
         return TrainReport(metrics, len(results), sum(result.skipped for result in results), moved)
 
-    def _forward(self, micro: MicroBatch, policy: Callable[..., HeadOutput] | None = None) -> HeadOutput:
-        """Of the policy that is trained, unless another is given."""
-        with self._stopwatch.running():
-            return (policy or self.engine.forward)(micro.input_ids, micro.positions, micro.targets, self.spec.temperature)
+    @property
+    def _num_steps_taken(self) -> int:
+        return self.engine.num_steps - self.engine.num_skipped
 
-    def _accumulate(self, micro: MicroBatch, *, last: bool, first_pass: bool) -> tuple[MetricSums, float]:
+    def _forward(self, inputs: Inputs, policy: Callable[..., HeadOutput] | None = None, *, router: bool = False) -> HeadOutput:
+        """Of the policy that is trained, unless another is given. ``router``: with the loss of its routers."""
+        with self._stopwatch.running():
+            return (policy or self.engine.forward)(
+                inputs.input_ids,
+                inputs.positions,
+                inputs.targets,
+                self.spec.temperature,
+                extras=self.objective.extras,
+                response=inputs.response if router else None,
+            )
+
+    def _accumulate(self, micro: MicroBatch, pass_number: int, *, last: bool) -> tuple[MetricSums, float]:
         """One forward and backward; metrics, and this micro-batch's part of the step's loss."""
-        out = self._forward(micro)
-        if micro.num_tokens == 0:
-            self.engine.backward(0.0 * (out.logp.sum() + out.entropy.sum()), last=last)
+        aux_scale = self.spec.algorithm.aux_scale
+        out = self._forward(micro.inputs, router=aux_scale > 0)
+        if micro.inputs.num_tokens == 0:
+            nothing = out.logp.sum() + out.entropy.sum()
+            self.engine.backward(0.0 * (nothing if out.aux_loss is None else nothing + out.aux_loss), last=last)
             return MetricSums({}, {}), 0.0
         if micro.old_logp is None:
             micro.old_logp = out.logp.detach()
-        tokens = _loss_tokens(micro, micro.old_logp, out)
-        credit = self._credit(tokens)
-        self.engine.backward((credit.logp * out.logp).sum() + (credit.entropy * out.entropy).sum(), last=last)
-        return (credit.sums + _mismatch(micro, tokens) if first_pass else credit.sums), float(credit.loss)
+        tokens = loss_tokens(micro, out, pass_number, num_steps_before=self._num_steps_before, num_steps=self._num_steps_taken)
+        credit = self.objective.credit(tokens)
+        loss = (credit.logp * out.logp).sum() + (credit.entropy * out.entropy).sum()
+        sums, logged = credit.sums, float(credit.loss)
+        if out.aux_loss is not None:
+            loss = loss + aux_scale / micro.num_responses * out.aux_loss
+            aux_loss = float(out.aux_loss)
+            sums += MetricSums({"policy/router_loss": (aux_loss, float(len(micro.inputs.input_ids)))}, {})
+            logged += aux_scale / micro.num_responses * aux_loss
+        self.engine.backward(loss, last=last)
+        return (sums + _mismatch(micro, tokens) if pass_number == 0 else sums), logged
 
     def _check_streak(self) -> None:
         streak, limit = self.engine.num_skipped_in_a_row, self.spec.learner.max_skipped_steps
@@ -295,10 +241,11 @@ class Learner:
         return self._manifest
 
     def save(self, folder: str | Path) -> list[str]:
-        """Writes masters, moments and counters, each rank its share. Returns the names of the files that this rank wrote, now on
-        the disk. All ranks call it; none waits for the others to have written."""
+        """Writes masters, moments, counters and what the objective remembers, each rank its share. Returns the names of the files that
+        this rank wrote, now on the disk. All ranks call it; none waits for the others to have written."""
         self.engine.check_states_are_here("save")
-        return save_state(self.engine, self._parameters, Path(folder), rank=self.rank)
+        memory = self.objective.memory()
+        return save_state(self.engine, self._parameters, Path(folder), rank=self.rank, memory=memory)
 
     def load(self, folder: str | Path) -> None:
         """Goes on where ``save`` was called, by any number of ranks at any ZeRO stage; in the same layout bit for bit.
@@ -306,7 +253,7 @@ class Learner:
         Raises FileNotFoundError where there is nothing to restore, ValueError for another model, precision or optimizer.
         """
         self.engine.check_states_are_here("load")
-        load_state(self.engine, self._parameters, Path(folder))
+        self.objective.restore(load_state(self.engine, self._parameters, Path(folder)))
 
     def export(self, folder: str | Path) -> list[str]:
         """Writes a model folder with tokenizer, as vLLM and transformers read it, in shards of ``learner.export_shard_mib``.
@@ -322,30 +269,7 @@ class Learner:
         return force_to_disk(folder, sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()))
 
 
-def _loss_tokens(micro: MicroBatch, old_logp: Tensor, out: HeadOutput) -> LossTokens:
-    ones = torch.ones_like(old_logp)
-    return LossTokens(
-        logp=out.logp.detach(),
-        entropy=out.entropy.detach(),
-        old_logp=old_logp,
-        roll_logp=micro.roll_logp,
-        ref_logp=micro.ref_logp,
-        advantage=micro.advantage,
-        sample_weight=micro.sample_weight,
-        token_weight=ones,
-        correction=ones,
-        policy_denominator=micro.policy_denominator,
-        kl_denominator=micro.policy_denominator,
-        kl_mask=ones,
-        response=micro.response,
-    )
-
-
 def _mismatch(micro: MicroBatch, tokens: LossTokens) -> MetricSums:
     """Engine and learner apart: of the same version it is numerics, of an older one lag, of mixed tokens stale keys and values."""
     difference = (tokens.old_logp - tokens.roll_logp).abs()
     return collect_sums({f"mismatch/{gap.name.lower()}": (difference, micro.gap == gap) for gap in Gap}, {})
-
-
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0

@@ -42,9 +42,10 @@ class PolicyModule(nn.Module):
     The hidden states are picked *before* the head, so what the loss mask leaves out costs no logits and can leak no NaN.
     """
 
-    def __init__(self, backbone: nn.Module, weight: nn.Parameter, *, chunk_rows: int):
+    def __init__(self, backbone: nn.Module, weight: nn.Parameter, *, chunk_rows: int, num_routed: int | None):
         super().__init__()
         self.backbone = backbone
+        self.num_routed = num_routed  # experts a token, in a mixture of experts whose router scores can be read
         self.head = TokenLogpHead(weight, chunk_rows=chunk_rows)
 
     def forward(
@@ -55,18 +56,44 @@ class PolicyModule(nn.Module):
         temperature: float,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        *,
+        extras: bool = False,
+        response: Tensor | None = None,
     ) -> HeadOutput:
         """Scores ``targets`` given the tokens up to ``positions``.
 
         input_ids [rows, width]; positions [n], flat places of the tokens *before* the targets; targets [n]. Rows padded on
         the right need neither mask nor position ids: under causal attention no token sees what stands to its right.
-        Returns fp32 [n] at ``temperature``, with gradient.
+        Returns fp32 [n] at ``temperature``, with gradient. ``extras``: the likeliest token's as well. ``response`` [n], the row of each
+        target: with the loss of the routers, summed over the rows.
         """
-        hidden = self.backbone(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
-        ).last_hidden_state
+        options = {} if response is None else {"output_router_logits": True}
+        out = self.backbone(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False, **options
+        )
+        hidden = out.last_hidden_state
         picked = hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions)
-        return cast(HeadOutput, self.head(picked, targets, temperature))
+        scored = cast(HeadOutput, self.head(picked, targets, temperature, extras=extras))
+        if response is None or self.num_routed is None:
+            return scored
+        layers = [router_loss(logits[positions], response, len(input_ids), self.num_routed) for logits in out.router_logits]
+        return scored._replace(aux_loss=torch.stack(layers).mean())
+
+
+def router_loss(logits: Tensor, response: Tensor, num_responses: int, num_routed: int) -> Tensor:
+    """The load-balancing loss of one router, summed over responses: of each E / K sum_i f_i P_i, 1 where all experts get alike.
+
+    Of the n tokens of a response f_i is the share that expert i is among the K highest of, P_i the mean of its probability: the
+    sequence-wise form (DeepSeek-V3 2412.19437, eq. 17 to 20, with a softmax). A response is in one micro-batch, so no split of the
+    step changes it; over a batch it would. ``logits`` [n, E] at the tokens that are scored, ``response`` int64 [n].
+    """
+    probs = torch.softmax(logits.float(), -1)
+    among = torch.zeros_like(probs).scatter(1, logits.topk(num_routed, -1).indices, 1.0)
+    count = torch.bincount(response, minlength=num_responses)[:, None].clamp(min=1)
+    share, mean = (
+        torch.zeros(num_responses, x.shape[1], device=x.device).index_add(0, response, x) / count for x in (among, probs)
+    )
+    return logits.shape[1] / num_routed * (share * mean).sum()
 
 
 @dataclass(frozen=True)
@@ -103,7 +130,7 @@ def load_model(config: ModelConfig, path: str, *, seed: int, chunk_rows: int, gr
     weight = _output_matrix(hf)
     if gradient_checkpointing:
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    policy = PolicyModule(hf.base_model, weight, chunk_rows=chunk_rows).train()
+    policy = PolicyModule(hf.base_model, weight, chunk_rows=chunk_rows, num_routed=_num_routed(hf)).train()
     ignored = hf._keys_to_ignore_on_save or ()
     saved = [key for key in remove_tied_weights_from_state_dict(dict(hf.state_dict()), hf) if key not in ignored]
     written = revert_weight_conversion(hf, {key: hf.get_parameter_or_buffer(key).detach().to("meta") for key in saved})
@@ -126,6 +153,12 @@ def _row_cost(hf: PreTrainedModel, head: nn.Parameter) -> RowCost:
         p.numel() * (routed / len(p) if routed and p.dim() == 3 else 1.0) for p in hf.parameters() if id(p) not in looked_up
     )
     return RowCost(per_token, per_pair=2.0 * config.num_hidden_layers * width, per_scored=float(head.numel()))
+
+
+def _num_routed(hf: PreTrainedModel) -> int | None:
+    """Experts a token, where the backbone tells the scores of its routers."""
+    readable = "router_logits" in (getattr(hf.base_model, "_can_record_outputs", None) or {})
+    return getattr(hf.config.get_text_config(), "num_experts_per_tok", None) if readable else None
 
 
 def _turn_dropout_off(model: nn.Module) -> None:

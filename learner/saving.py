@@ -55,8 +55,10 @@ class _Writer:
             raise self._error
 
 
-def save_state(engine: DeepSpeedEngine, parameters: Mapping[str, nn.Parameter], folder: Path, *, rank: int) -> list[str]:
-    """Writes masters, moments and counters, each rank the parameters dealt to it. All ranks call it.
+def save_state(
+    engine: DeepSpeedEngine, parameters: Mapping[str, nn.Parameter], folder: Path, *, rank: int, memory: Mapping[str, Any]
+) -> list[str]:
+    """Writes masters, moments and counters, each rank the parameters dealt to it, and ``memory``, any JSON. All ranks call it.
 
     Returns the names of the files that this rank wrote; they are on the disk.
     """
@@ -76,14 +78,15 @@ def save_state(engine: DeepSpeedEngine, parameters: Mapping[str, nn.Parameter], 
     writer.finish()
     written = list(dealt[rank])
     if rank == 0:
-        description = engine.description() | {"files": {file: names for files in dealt for file, names in files.items()}}
+        files = {file: names for files in dealt for file, names in files.items()}
+        description = engine.description() | {"memory": memory, "files": files}
         (folder / STATE_FILE).write_text(json.dumps(description) + "\n", encoding="utf-8")
         written.append(STATE_FILE)
     return force_to_disk(folder, written)
 
 
-def load_state(engine: DeepSpeedEngine, parameters: Mapping[str, nn.Parameter], folder: Path) -> None:
-    """Restores what ``save_state`` wrote, whatever the number of ranks and the ZeRO stage then. All ranks call it.
+def load_state(engine: DeepSpeedEngine, parameters: Mapping[str, nn.Parameter], folder: Path) -> dict[str, Any]:
+    """Restores what ``save_state`` wrote, whatever the number of ranks and the ZeRO stage then; its ``memory``. All ranks call it.
 
     Raises FileNotFoundError where there is nothing to restore, ValueError where it is of another model, precision or optimizer.
     """
@@ -95,6 +98,8 @@ def load_state(engine: DeepSpeedEngine, parameters: Mapping[str, nn.Parameter], 
     if odd:
         raise ValueError(f"{folder} is the state of another model: only one of the two has {', '.join(sorted(odd)[:3])}")
     engine.restore(_read_states(folder, files, parameters, engine.state_parts), description)
+    memory: dict[str, Any] = description["memory"]
+    return memory
 
 
 def _read_states(

@@ -5,7 +5,7 @@ It runs before Ray starts, so a misspelt parameter or an error in a user's file 
 
 from __future__ import annotations
 
-import dataclasses
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,12 +13,16 @@ import torch
 
 from configs.errors import ConfigError
 from configs.functions import check_params, resolve_function
+from configs.refusals import Facts, check_combinations
 from configs.schema import Config
-from learner.advantages import ADVANTAGES
-from learner.loss_tokens import LossTokens
+from learner.advantages import ADVANTAGES, Samples, estimate, is_group_relative, is_per_token
+from learner.corrections import CORRECTIONS
+from learner.loss_tokens import no_tokens
+from learner.objective import refuse_missing_fields
 from learner.selection import SELECTIONS
 from learner.surrogates import SURROGATES, is_ratio_based
-from learner.weighting import WEIGHTINGS
+from learner.token_weights import TOKEN_WEIGHTINGS
+from learner.weighting import WEIGHTINGS, weigh_samples
 from rewards.contract import GIVEN, bind_verifier
 from rewards.verifiers import VERIFIERS
 
@@ -26,46 +30,61 @@ from rewards.verifiers import VERIFIERS
 def check_functions(config: Config) -> None:
     """Resolve every chosen function and check its parameters. Raises ConfigError naming the key and what would work."""
     surrogate = _chosen("algorithm", config.algorithm.name, config.algorithm.params, SURROGATES)
-    _chosen("advantage", config.advantage.name, config.advantage.params, ADVANTAGES)
-    _chosen("weighting", config.weighting.name, config.weighting.params, WEIGHTINGS)
+    advantage = _chosen("advantage", config.advantage.name, config.advantage.params, ADVANTAGES)
+    weighting = _chosen("weighting", config.weighting.name, config.weighting.params, WEIGHTINGS)
+    token_weighting = _chosen("token_weighting", config.token_weighting.name, config.token_weighting.params, TOKEN_WEIGHTINGS)
     _chosen("selection", config.selection.name, config.selection.params, SELECTIONS)
-    if config.correction.name != "none" or config.correction.params:
-        raise ConfigError(f"correction.name: there is no {config.correction.name!r} yet; correction=none works")
+    correction = _chosen("correction", config.correction.name, config.correction.params, CORRECTIONS)
     for name, part in config.reward.parts.items():
         key = f"reward.parts.{name}"
         function = resolve_function(part.function, VERIFIERS, f"{key}.function")
         check_params(function, part.params, f"{key}.params", GIVEN)
         bind_verifier(part.function, function, part.params, key)
-    _check_inert(config, surrogate)
+    facts = Facts(
+        ratio_based=is_ratio_based(surrogate), group_relative=is_group_relative(advantage), per_token=is_per_token(advantage)
+    )
+    check_combinations(config, facts)
+    refuse_missing_fields(surrogate, "algorithm", config.algorithm.name)
+    refuse_missing_fields(token_weighting, "token_weighting", config.token_weighting.name)
+    refuse_missing_fields(correction, "correction", config.correction.name)
     if config.algorithm.name in SURROGATES:
-        _try_values(surrogate, config.algorithm.params)
+        _try_values("algorithm", lambda: surrogate(no_tokens(), **config.algorithm.params))
+    if config.advantage.name in ADVANTAGES:
+        _try_values("advantage", lambda: estimate(advantage, _no_samples(), config.advantage.params))
+    if config.weighting.name in WEIGHTINGS:
+        _try_values("weighting", lambda: weigh_samples(weighting, _no_samples(), torch.zeros(0), config.weighting.params))
+    if config.correction.name in CORRECTIONS:
+        _try_values("correction", lambda: correction(no_tokens(), **config.correction.params))
+    if config.token_weighting.name in TOKEN_WEIGHTINGS:
+        _try_values("token_weighting", lambda: token_weighting(no_tokens(), **config.token_weighting.params))
 
 
 def _chosen(group: str, name: str, params: Mapping[str, Any], table: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
     function = resolve_function(name, table, f"{group}.name")
     check_params(function, params, f"{group}.params")
+    if getattr(function, "experimental", False):
+        logging.getLogger(__name__).warning(
+            "%s=%s is experimental: it stands in for formulas that are not public, and no result was ever compared", group, name
+        )
     return function
 
 
-def _check_inert(config: Config, surrogate: Callable[..., Any]) -> None:
-    """With one optimizer step a batch the ratio is exactly 1, and every algorithm that acts through it is the same."""
-    batch = config.batch
-    if batch.num_mini_batches * batch.num_passes > 1 or config.allow_inert or not is_ratio_based(surrogate):
-        return
-    works = next((n for n in (4, 2, 3) if batch.groups_per_step % n == 0), 1)
-    more = f"batch.num_mini_batches={works}" if works > 1 else "batch.num_passes=2"
-    raise ConfigError(
-        f"algorithm.name={config.algorithm.name}: with batch.num_mini_batches=1 and batch.num_passes=1 its ratio is always 1 and it "
-        f"does nothing; {more} works, or allow_inert=true"
-    )
-
-
-def _try_values(surrogate: Callable[..., Any], params: Mapping[str, Any]) -> None:
-    """Our surrogates refuse values out of range when called; a call without tokens finds that now."""
-    empty, no_response = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
-    names = [field.name for field in dataclasses.fields(LossTokens)]
-    tokens = LossTokens(**{name: no_response if name == "response" else empty for name in names})
+def _try_values(group: str, call: Callable[[], Any]) -> None:
+    """Our functions refuse values out of range when called; a call without samples or tokens finds that now."""
     try:
-        surrogate(tokens, **params)
+        call()
     except ValueError as error:
-        raise ConfigError(f"algorithm.params: {error}") from error
+        raise ConfigError(f"{group}.params: {error}") from error
+
+
+def _no_samples() -> Samples:
+    numbers, integers = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+    return Samples(
+        values=numbers,
+        group=integers,
+        valid=torch.zeros(0, dtype=torch.bool),
+        accuracy=numbers,
+        num_tokens=integers,
+        parts={"part": numbers},
+        part_weights={"part": 1.0},
+    )

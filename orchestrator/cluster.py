@@ -40,6 +40,8 @@ class Demand:
 
     @classmethod
     def of(cls, config: Config, *, gpu: bool) -> Demand:
+        if config.rollout.source_run is not None:  # no engine and no verifier
+            return cls(num_cpus=config.learner.num_ranks, num_gpus=config.learner.num_ranks if gpu else 0)
         engines, ranks = config.rollout.num_workers * config.rollout.tensor_parallel_size, config.learner.num_ranks
         gpus = engines if config.cluster.placement is Placement.colocated else engines + ranks
         return cls(num_cpus=engines + ranks + config.reward.num_workers, num_gpus=gpus if gpu else 0)

@@ -172,6 +172,7 @@ def sample(config: Config) -> int:
 
 def _with_engine(config: Config, ask: Callable[[RayFleet, RayScorer, Material], Awaitable[int]]) -> int:
     """Starts rollout workers on a saved model and the reward pool, asks, and ends them."""
+    config.rollout.source_run = None  # a run that replays another is evaluated on its own data
     stuff = gather_material(config, print)
     model_path = str(saved_model(config.checkpoint_dir)) if config.checkpoint_dir else stuff.model_path
     launcher = Launcher(config, stuff)

@@ -37,6 +37,7 @@ from orchestrator.proof import FixedTokens
 from orchestrator.push import RayPusher
 from orchestrator.ranks import RayLearner
 from orchestrator.recorder import Recorder
+from orchestrator.replay import ReplayFleet, ReplayPusher, ReplayScorer, check_length
 from orchestrator.run_folder import write_json
 from orchestrator.shared_folder import prove_shared
 from orchestrator.stages import Batch, Finished, LoopState, Scored, StepOutcome
@@ -70,11 +71,14 @@ class Job:
             )
         epochs = config.data.num_epochs
         self.num_steps = config.steps if config.steps is not None else self._length.steps(epochs or 0)
+        if stuff.record:
+            check_length(stuff.record, self.num_steps, config.batch.groups_per_step)
+            epochs = 1.0  # no group twice
         self._ledger = Ledger(
             [prompt.id for prompt in stuff.prompts.train],
             length=self._length,
             seed=config.seed,
-            shuffle=config.data.shuffle,
+            shuffle=config.data.shuffle and not stuff.record,
             max_visits=self._length.visits(epochs) if epochs is not None else None,
         )
         if resumed:
@@ -108,11 +112,12 @@ class Job:
         self.view.stage("starting actors")
         self.view.line(f"starting the actors and their models (deadline {self.config.deadlines.start_s:g} s)")
         config, started = self.config, time.monotonic()
+        record = self._material.record
         self._launcher = launcher = Launcher(config, self._material)
         self.view.line(f"threads: {launcher.threads}")
-        await self._start_wait(launcher.reserve(with_ranks=True), "Ray", "places of the actors")
-        workers = [] if config.cluster.placement is Placement.colocated else self._make_workers()
-        ranks, pools = launcher.ranks(), launcher.rewards()
+        await self._start_wait(launcher.reserve(with_ranks=True, with_engines=not record), "Ray", "places of the actors")
+        workers = [] if record or config.cluster.placement is Placement.colocated else self._make_workers()
+        ranks, pools = launcher.ranks(), {} if record else launcher.rewards()
         self._learner = RayLearner(ranks)
         self._actors += [*ranks, *pools.values()]
         total = self.num_steps * config.batch.num_mini_batches * config.batch.num_passes
@@ -121,7 +126,7 @@ class Job:
         await self._start_wait(proof, "learner", "a look into the checkpoint folder")
         if self._resumed:
             await self._start_wait(self._learner.load(self._resumed.learner), "learner", "load")
-        self._make_pusher()
+        self._make_handles(pools)
         if self._turns:  # engines measure what the ranks leave free
             await self._turns.lay_aside()
             workers = self._make_workers()
@@ -134,18 +139,28 @@ class Job:
                 f"warning: Ray runs {len(slow)} of {len(facts)} actors at a lower priority (nice > 0): any other process slows them "
                 "many times over; start the cluster with RAY_worker_niceness=0 in its environment"
             )
-        self._scorer: Scorer = RayScorer(pools, launcher.nodes, self._material.by_id)
-        if config.shuffle_rewards:
-            self._scorer = ShufflingScorer(self._scorer, config.seed)
         self.view.stage("first push")
-        await self._start_wait(self._crew.start(workers), "rollout workers", "start")
+        if not record:
+            await self._start_wait(self._crew.start(workers), "rollout workers", "start")
         await self._start_wait(self._pusher.push(self._version), "push", f"version {self._version}")
         self._seconds["start"] = time.monotonic() - started
 
+    def _make_handles(self, pools: dict[str, Any]) -> None:
+        config, record = self.config, self._material.record
+        if record:
+            self._fleet: Any = ReplayFleet(record, ray.put)
+            self._scorer: Scorer = ReplayScorer(self._fleet)
+            self._pusher: Any = ReplayPusher(self._learner, self._fleet)
+        else:
+            self._fleet = RayFleet([], material.request_maker(config, self._material))
+            self._scorer = RayScorer(pools, self._launcher.nodes, self._material.by_id)
+            self._make_pusher()
+        if config.shuffle_rewards:
+            self._scorer = ShufflingScorer(self._scorer, config.seed)
+
     def _make_pusher(self) -> None:
         config = self.config
-        self._fleet = RayFleet([], material.request_maker(config, self._material))
-        self._crew = Crew(self._fleet, self._make_worker, self._waits, config.deadlines, self.event)
+        self._crew: Crew = Crew(self._fleet, self._make_worker, self._waits, config.deadlines, self.event)
         self._pusher = RayPusher(
             self._learner,
             self._crew,
@@ -172,6 +187,7 @@ class Job:
         """Ends the actors, each within its deadline, and the files."""
         if hasattr(self, "_crew"):
             self._crew.close()
+        if hasattr(self, "_fleet"):
             self._fleet.close()
         await close_actors(self._actors, self._waits, self.config.deadlines.close_s)
         self._recorder.close()
@@ -189,8 +205,11 @@ class Job:
         """Trains and returns why it ended. Whatever ends it, the last whole step is saved first where it can be."""
         config = self.config
         if not self._held_out and (config.evaluation.before or config.evaluation.after or config.evaluation.every):
+            why = "a fifth of a stratum rounds to none, or held_out_per_stratum is 0"
             self.view.line(
-                "no held-out prompts, so no evaluation: a fifth of a stratum rounds to none, or held_out_per_stratum is 0"
+                "a replay has no engine, so no evaluation; `limen eval checkpoint_dir=...` evaluates what it leaves"
+                if self._material.record
+                else f"no held-out prompts, so no evaluation: {why}"
             )
         if config.evaluation.before and not self._resumed and self._held_out:
             await self._evaluate("before training")

@@ -36,8 +36,8 @@ class Launcher:
         self._places: dict[str, Reservation] = {}
         self.nodes: dict[str, str] = {}  # of each worker, by its name: where its groups lie
 
-    async def reserve(self, *, with_ranks: bool) -> None:
-        """Reserves all devices of the run. Raises RunStopped where Ray has no place.
+    async def reserve(self, *, with_ranks: bool, with_engines: bool = True) -> None:
+        """Reserves all devices of the run, or those of a part. Raises RunStopped where Ray has no place.
 
         Workers are spread over the nodes, ranks are packed on few, where they talk fast. On GPUs the ranks choose first, so that they
         get whole nodes; on CPUs last, so that every node with workers has room for its verifiers. Colocated, a worker and a rank have a
@@ -51,8 +51,10 @@ class Launcher:
             return
         config, devices = self._config, self._config.rollout.tensor_parallel_size
         ranks = functools.partial(reserve, "the learner ranks", [self._bundle(1)] * config.learner.num_ranks, "PACK")
-        if with_ranks and self._gpu:
+        if with_ranks and (self._gpu or not with_engines):
             self._places["ranks"] = await ranks()
+        if not with_engines:
+            return
         engines = [self._bundle(devices)] * config.rollout.num_workers
         self._places["workers"] = await reserve("the rollout workers", engines, "SPREAD")
         await self._reserve_rewards()
@@ -103,7 +105,7 @@ class Launcher:
 
     async def start_ranks(self, ranks: Sequence[Any], *, total_optimizer_steps: int) -> None:
         """Makes the learners, which meet at an address of rank 0's choosing."""
-        spec = material.learner_spec(self._config, self._material, total_optimizer_steps=total_optimizer_steps)
+        spec = material.learner_spec(self._config, self._material.model_path, total_optimizer_steps=total_optimizer_steps)
         address, port = await ranks[0].rendezvous.remote()
         transport = self._config.rollout.transport.value
         await asyncio.gather(*(rank.start.remote(LEARNER_MODULE, spec, address, port, transport) for rank in ranks))

@@ -30,6 +30,9 @@ class Verb:
     function: str
     takes_config: bool = True
     checks_functions: bool = True  # the functions it chooses: that imports torch, which a verb without them can spare
+    refuses: bool = True  # combinations that cannot mean what they say
+    flags: tuple[str, ...] = ()  # options of its own, each with a value
+    flagged: str = ""  # what does it where one of them is given: ``module:function`` of the flags, the overrides and --config-dir
 
 
 VERBS = {
@@ -54,6 +57,19 @@ VERBS = {
         "completions of a checkpoint",
         "Prints completions of `checkpoint_dir`, or of the base model without one, for `sample.prompts`, else for held-out prompts.",
         "orchestrator.commands:sample",
+    ),
+    "explain": Verb(
+        "the objective of a configuration as a formula, and its credit at a grid of ratios",
+        "Prints the objective in use as one formula with its numbers and sources, the pipeline it passes through, factor and credit at a\n"
+        "grid of ratios and just beside every edge, and the rules that refuse the combination, if any. Starts nothing.\n"
+        "  --on RUN             the credit on the tokens of a run recorded with rollout.record=true, in place of the grid: its objective,\n"
+        "                       changed by the overrides. The ratio is 1, or with checkpoint_dir=MODEL that model against the record.\n"
+        "  --against OVERRIDES  a second scheme beside it: --against 'algorithm=grpo weighting=magnitude'",
+        "orchestrator.explain:explain",
+        checks_functions=False,
+        refuses=False,  # it names them
+        flags=("--on", "--against"),
+        flagged="orchestrator.explain_run:explain_run",
     ),
     "plan": Verb(
         "what a run takes, worked out before it starts",
@@ -86,6 +102,7 @@ EXAMPLES = """examples:
   limen train
   limen train model=pretrained model.path=FOLDER data=jsonl data.sources.main.path=FILE.jsonl
   limen plan model=qwen3_8b plan.num_gpus=8
+  limen explain algorithm=aspo_archer
   limen eval checkpoint_dir=RUN_DIR evaluation.num_samples=8
 """
 
@@ -99,6 +116,7 @@ class Call:
     config_dir: Path | None = None
     print_config: bool = False
     help: bool = False
+    flags: dict[str, str] = field(default_factory=dict)  # of the verb
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -130,8 +148,15 @@ def parse(argv: Sequence[str]) -> Call:
             if not equals and not rest:
                 raise InputError("--config-dir needs a folder: --config-dir DIR")
             call.config_dir = Path(value if equals else rest.pop(0)).expanduser()
+        elif call.verb is not None and name in VERBS[call.verb].flags:
+            if not equals and not rest:
+                raise InputError(f"{name} needs a value; `limen {call.verb} --help` has an example")
+            call.flags[name] = value if equals else rest.pop(0)
         elif argument.startswith("-"):
-            raise InputError(f"unknown option {argument}; there are --config-dir, --print-config, --help")
+            own = VERBS[call.verb].flags if call.verb else ()
+            raise InputError(
+                f"unknown option {argument}; there are {', '.join([*own, '--config-dir', '--print-config', '--help'])}"
+            )
         elif call.verb is None:
             if argument not in VERBS:
                 near = "; overrides come after the verb" if equals else ""
@@ -156,7 +181,9 @@ def _run(call: Call) -> int:
         if call.overrides or call.config_dir or call.print_config:
             raise InputError(f"limen {call.verb} takes no options or overrides")
         return int(resolve_name(verb.function)())
-    config = load_config(call.overrides, call.config_dir)
+    if call.flags:
+        return int(resolve_name(verb.flagged)(call.flags, call.overrides, call.config_dir))
+    config = load_config(call.overrides, call.config_dir, combinations=verb.refuses)
     if call.print_config:
         print(dump_config(config, redact=True), end="")
         return 0

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from configs.errors import ConfigError
 from configs.schema import Config, Placement, RolloutConfig, Seeds, Transport
 from learner.warm_start import base_model_path
+from orchestrator.replay import Record, check_source, open_record
 from rollout.engine import GroupRequest, OnSwap, Sampling
 from rollout.prompts import PromptSet, load_prompts, render
 from rollout.records import Prompt, Purpose, Visit, sampling_seed
@@ -35,11 +37,16 @@ class Material:
     by_id: Mapping[str, Prompt]
     num_parameters: int
     num_gpus: int  # seen by this process
+    record: Record | None  # where the run replays another
 
 
 def gather_material(config: Config, say: Callable[[str], None]) -> Material:
-    """Builds or finds the base model and loads the prompts. Raises DataError, ConfigError, ModelError."""
+    """Builds or finds the base model and loads the prompts: of the data, or of the run that is replayed. Raises DataError,
+    ConfigError, ModelError."""
     quiet_libraries()
+    source = config.rollout.source_run
+    if source is not None:
+        check_source(config)
     num_gpus = torch.cuda.device_count()  # seen by this process
     if config.rollout.transport is not Transport.local and num_gpus == 0:
         raise ConfigError(
@@ -49,7 +56,8 @@ def gather_material(config: Config, say: Callable[[str], None]) -> Material:
     path = str(base_model_path(config.model, progress=say))
     tokenizer = load_tokenizer(path, config.model.trust_remote_code)
     _check_length(config, path)
-    prompts = load_prompts(config.data, tokenizer, list(config.reward.parts))
+    record = open_record(Path(source), tokenizer) if source is not None else None
+    prompts = record.prompts if record else load_prompts(config.data, tokenizer, list(config.reward.parts))
     asked = ask_prompts(config.sample.prompts, config, tokenizer)
     return Material(
         model_path=path,
@@ -58,6 +66,7 @@ def gather_material(config: Config, say: Callable[[str], None]) -> Material:
         by_id={prompt.id: prompt for prompt in (*prompts.train, *prompts.held_out, *asked)},
         num_parameters=count_parameters(path, trust_remote_code=config.model.trust_remote_code),
         num_gpus=num_gpus,
+        record=record,
     )
 
 
@@ -172,7 +181,7 @@ def engine_spec(config: Config, material: Material, *, name: str, model_path: st
     }
 
 
-def learner_spec(config: Config, material: Material, *, total_optimizer_steps: int) -> dict[str, Any]:
+def learner_spec(config: Config, model_path: str, *, total_optimizer_steps: int) -> dict[str, Any]:
     """Fields of LearnerSpec."""
     return {
         "model": config.model,
@@ -181,8 +190,10 @@ def learner_spec(config: Config, material: Material, *, total_optimizer_steps: i
         "algorithm": config.algorithm,
         "advantage": config.advantage,
         "weighting": config.weighting,
+        "token_weighting": config.token_weighting,
         "correction": config.correction,
-        "model_path": material.model_path,
+        "part_weights": {name: part.weight for name, part in config.reward.parts.items()},
+        "model_path": model_path,
         "temperature": config.rollout.temperature,
         "seed": config.seed,
         "total_optimizer_steps": total_optimizer_steps,

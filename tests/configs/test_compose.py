@@ -314,6 +314,7 @@ def test_secrets_are_hidden_and_nothing_else(tmp_path: Path):
     assert params["headers"]["accept"] == "json"
     assert params["url"] == f"https://{REDACTED}@host/x"
     assert "max_new_tokens: 6\n" in shown  # the words of the schema are no secrets
+    assert yaml.safe_load(shown)["token_weighting"] == {"name": "none", "params": {}}
     assert dump_config(config, redact=False).count("sentinel456") == 4
     # A resumed run does not send the placeholder to anybody: it asks for the secret again.
     (tmp_path / "config.yaml").write_text(shown)

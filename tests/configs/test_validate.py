@@ -28,7 +28,7 @@ COMBINATIONS = {
         [["batch.groups_per_step=48"], ["batch.groups_per_step=52"], ["batch.num_mini_batches=2"]],
     ),
     ("batch.groups_per_step=3",): ("batch.num_mini_batches=4", [["batch.groups_per_step=4"], ["batch.num_mini_batches=3"]]),
-    ("batch.group_size=1",): ("advantage=grpo", [["batch.group_size=2"]]),
+    ("batch.group_size=1",): ("advantage.name=grpo", [["batch.group_size=2"]]),
     ("model.dtype=bfloat16",): ("learner.zero_stage=0", [["learner.zero_stage=1"]]),
     ("learner.reference=off",): ("algorithm.kl.kind=k3", [["learner.reference=frozen"], ["algorithm.kl.kind=off"]]),
     ("algorithm.kl.beta=0",): ("algorithm.kl.kind=k3", [["algorithm.kl.beta=0.001"], ["algorithm.kl.kind=off"]]),

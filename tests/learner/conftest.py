@@ -29,7 +29,7 @@ from configs.schema import (
     Optimizer,
     OptimizerConfig,
 )
-from learner.loss_tokens import LossTokens
+from learner.loss_tokens import INTEGER_FIELDS, LossTokens
 from rollout.records import Completion, Finish, Group, Outcome, Purpose, Score, ScoredGroup, Status, Visit
 
 NUMERIC = Path(__file__).parents[1] / "cases" / "numeric.jsonl"
@@ -58,8 +58,7 @@ def make_tokens():
             "response": zeros,
         }
         tensors = neutral | tensors
-        tensors["response"] = tensors["response"].long()
-        return LossTokens(**tensors)
+        return LossTokens(**{name: t.long() if name in INTEGER_FIELDS and t is not None else t for name, t in tensors.items()})
 
     return make
 
@@ -178,12 +177,16 @@ def learner_spec(path, **settings):
             params=get("algorithm_params", {}),
             aggregation=get("aggregation", Aggregation.seq_mean_token_mean),
             entropy_beta=get("entropy_beta", 0.0),
+            adaptive_entropy=get("adaptive_entropy", AlgorithmConfig().adaptive_entropy),
+            aux_scale=get("aux_scale", 0.0),
             mask_truncated=get("mask_truncated", False),
             kl=get("kl", AlgorithmConfig().kl),
         ),
-        advantage=Choice(name="grpo"),
-        weighting=Choice(name="none"),
-        correction=Choice(name="none"),
+        advantage=get("advantage", Choice(name="grpo")),
+        weighting=get("weighting", Choice(name="none")),
+        token_weighting=get("token_weighting", Choice(name="none")),
+        correction=get("correction", Choice(name="none")),
+        part_weights=get("part_weights", {}),
         model_path=path,
         temperature=get("temperature", 1.0),
         seed=get("seed", 0),
@@ -192,6 +195,11 @@ def learner_spec(path, **settings):
     )
     assert not settings, settings
     return spec
+
+
+@pytest.fixture
+def spec_of():
+    return learner_spec
 
 
 @pytest.fixture

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from configs.schema import KlKind
-from learner.kl import KL_TERMS, k2, k3
+from configs.schema import KlKind, KlRatio
+from learner.kl import KL_TERMS, k1, k2, k3, k3_plus, weigh_by_ratio
+
+pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.mark.parametrize(
@@ -16,6 +18,9 @@ def test_values_worked_by_hand(policy, reference, value2, value3):
     assert float(k3(log_ratio).value) == pytest.approx(value3, abs=1e-6)
     assert float(k2(log_ratio).factor) == pytest.approx(float(log_ratio))
     assert float(k3(log_ratio).factor) == pytest.approx(1 - reference / policy, abs=1e-6)
+    assert float(k1(log_ratio).value) == pytest.approx(0.693147 if policy > reference else -0.693147, abs=1e-6)
+    assert float(k3_plus(log_ratio).value) == pytest.approx(value3, abs=1e-6)
+    assert torch.equal(k3_plus(log_ratio).factor, log_ratio)
 
 
 def test_bernoulli_expectations():
@@ -24,10 +29,44 @@ def test_bernoulli_expectations():
     probability = torch.tensor([0.5, 0.5])
     log_ratio = (probability / torch.tensor([0.25, 0.75])).log()
     slope = torch.tensor([0.5, -0.5])
+    assert float((probability * k1(log_ratio).value).sum()) == pytest.approx(0.143841, abs=1e-6)
+    assert float((probability * k1(log_ratio).factor * slope).sum()) == 0.0  # why k1 is no loss
     assert float((probability * k3(log_ratio).value).sum()) == pytest.approx(0.143841, abs=1e-6)
     assert float((probability * k2(log_ratio).value).sum()) == pytest.approx(0.161214, abs=1e-6)
     assert float((probability * k2(log_ratio).factor * slope).sum()) == pytest.approx(0.274653, abs=1e-6)
     assert float((probability * k3(log_ratio).factor * slope).sum()) == pytest.approx(0.25, abs=1e-6)
+
+
+ESTIMATORS = {
+    KlKind.k1: lambda d: d,
+    KlKind.k2: lambda d: d.square() / 2,
+    KlKind.k3: lambda d: torch.exp(-d) - 1 + d,
+    KlKind.k3_plus: lambda d: (torch.exp(-d) - 1 + d - d.square() / 2).detach() + d.square() / 2,
+}
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+@pytest.mark.parametrize("form", [KlRatio.through, KlRatio.detached])
+def test_off_policy_forms_against_autograd(kind, form):
+    """r k differentiated through r, or with r held. l, old and ref of 40 tokens in float64 on the oracle's side."""
+    torch.manual_seed(3)
+    old, ref = -3 * torch.rand(40, dtype=torch.float64), -3 * torch.rand(40, dtype=torch.float64)
+    logp = (-3 * torch.rand(40, dtype=torch.float64)).requires_grad_()
+    ratio = torch.exp(logp - old)
+    losses = (ratio if form is KlRatio.through else ratio.detach()) * ESTIMATORS[kind](logp - ref)
+    losses.sum().backward()
+    log_ratio = (logp - ref).detach()
+    term = weigh_by_ratio(KL_TERMS[kind](log_ratio.float()), ratio.detach().float(), form)
+    torch.testing.assert_close(term.factor.double(), logp.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(term.value.double(), losses.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_default_off_policy_factor_of_k3_is_r_times_d():
+    """ALGORITHMS 2.11; with r held it is r (1 - exp(-d)). r = 2, d = ln 2: 2 ln 2 and 1."""
+    term, two = k3(torch.tensor([2.0]).log()), torch.tensor([2.0])
+    assert float(weigh_by_ratio(term, two, KlRatio.through).factor) == pytest.approx(1.386294, abs=1e-6)
+    assert float(weigh_by_ratio(term, two, KlRatio.detached).factor) == pytest.approx(1.0, abs=1e-6)
+    assert weigh_by_ratio(term, two, KlRatio.none) is term
 
 
 @pytest.mark.parametrize("kind", [KlKind.k2, KlKind.k3])
@@ -54,7 +93,7 @@ def test_small_drift_keeps_its_digits():
     assert abs(float(k3(torch.tensor([1e-4])).value) - 4.99983e-9) < 1e-11
 
 
-@pytest.mark.parametrize("kind", [KlKind.k2, KlKind.k3])
+@pytest.mark.parametrize("kind", [KlKind.k2, KlKind.k3, KlKind.k3_plus])
 def test_nan_is_not_hidden(kind):
     term = KL_TERMS[kind](torch.tensor([float("nan")]))
     assert term.factor.isnan().all()

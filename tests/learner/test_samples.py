@@ -1,53 +1,73 @@
-"""Samples: whose score counts where, and what each token's denominator is."""
+"""Samples: whose score counts where, what each token's denominator is, and what every token keeps."""
 
-from functools import partial
+import dataclasses
+import math
 
 import numpy as np
 import pytest
 import torch
 
-from configs.schema import Aggregation
-from learner.advantages import grpo
+from configs.schema import Aggregation, Choice, KlConfig, KlFilter, KlKind, Reference
 from learner.batching import RowCost
-from learner.samples import Gap, Plan, make_samples, plan_optimizer_steps
-from learner.weighting import none, sample_weights
+from learner.objective import Objective
+from learner.prepare import Rank, prepare_batch
+from learner.samples import Gap, list_samples, tabulate
 
-WEIGHT = partial(sample_weights, none, params={})
-
-
-def plan(**changes):
-    fields = {
-        "num_mini_batches": 1,
-        "tokens_per_micro_batch": 1000,
-        "aggregation": Aggregation.token_mean,
-        "max_response_tokens": 10,
-        "cost": RowCost(per_token=1, per_pair=0, per_scored=0),
-        "version": 3,
-        "rank": 0,
-        "world_size": 1,
-        "device": torch.device("cpu"),
-    }
-    return Plan(**fields | changes)
+pytestmark = pytest.mark.timeout(60)
 
 
-def test_b59_invalid_scores_are_in_no_statistic(rollouts):
+@pytest.fixture
+def prepare(spec_of, batch_of):
+    """What a rank makes of groups, without a model: nothing here needs a forward."""
+
+    def go(*groups, rank=0, world_size=1, version=3, **settings):
+        settings = {"aggregation": Aggregation.token_mean, "tokens_per_micro_batch": 1000} | settings
+        here = Rank(rank, world_size, torch.device("cpu"), RowCost(1, 0, 0), lambda inputs: None, None, lambda mine: [mine])
+        return prepare_batch(batch_of(*groups, version=version), Objective(spec_of("", **settings)), here, 0)
+
+    return go
+
+
+def by_row(micro, values):
+    """One number a response: they are all the same over its tokens."""
+    rows = micro.inputs.response.tolist()
+    of_row = {row: {v for r, v in zip(rows, values.tolist(), strict=True) if r == row} for row in rows}
+    assert all(len(numbers) == 1 for numbers in of_row.values())
+    return [numbers.pop() for numbers in of_row.values()]
+
+
+def test_b59_invalid_scores_are_in_no_statistic(rollouts, prepare):
     groups = [rollouts.group(values) for values in ([1.0, None, 0.0, 1.0], [1.0, float("nan"), 1.0, 0.0], [0.0, 1.0, 1.0, 1.0])]
-    samples, counts = make_samples(groups, grpo, WEIGHT, mask_truncated=False)
+    prepared = prepare(*groups)
+    ((micro,),) = prepared.steps
     # (1, 0, 1): mean 2/3, unbiased deviation 1/sqrt(3): A = 1/sqrt(3) and -2/sqrt(3). (0, 1, 1, 1): mean 3/4, deviation 1/2.
     expected = [0.577349, -1.154699, 0.577349, 0.577349, 0.577349, -1.154699, -1.5, 0.5, 0.5, 0.5]
-    np.testing.assert_allclose([s.advantage for s in samples], expected, atol=5e-6)
-    assert [s.group for s in samples] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 2]
-    assert {s.weight for s in samples} == {1.0}
-    assert (counts.num_samples, counts.num_invalid) == (10, 2)
+    np.testing.assert_allclose(sorted(by_row(micro, micro.advantage)), sorted(expected), atol=5e-6)
+    assert set(micro.sample_weight.tolist()) == {1.0}
+    assert (prepared.num_samples, prepared.metrics["batch/num_invalid"]) == (10, 2)
+    assert prepared.metrics["adv/mean"] == pytest.approx(0, abs=1e-6)
 
 
-def test_a_completion_without_a_loss_token_counts_in_the_statistics_only(rollouts):
-    group = rollouts.group([1.0, 0.0, 0.0], lengths=[2, 3, 0])
-    samples, counts = make_samples([group], grpo, WEIGHT, mask_truncated=False)
-    assert (len(samples), counts.num_empty) == (2, 1)
-    assert samples[0].advantage == pytest.approx(2 / 3**0.5, abs=1e-5)  # as in a group of three
-    (step,), _ = plan_optimizer_steps(samples, plan(aggregation=Aggregation.seq_mean_token_sum), [0])
-    assert set(step[0].policy_denominator.tolist()) == {2.0}
+def test_what_estimators_see_of_a_score(rollouts):
+    group = rollouts.group([1.0, 0.5, None], lengths=[3, 0, 2])
+    parts = ({"main": 1.0, "style": 0.2}, {"main": 0.5}, {})
+    scores = tuple(dataclasses.replace(score, parts=p) for score, p in zip(group.scores, parts, strict=True))
+    table = tabulate(list_samples([dataclasses.replace(group, scores=scores)]), {"main": 1.0, "style": 2.0})
+    assert table.values.tolist() == [1.0, 0.5, 0.0]
+    assert table.accuracy.tolist() == [1.0, 0.5, 0.0]
+    assert table.valid.tolist() == [True, True, False]
+    assert table.num_tokens.tolist() == [3, 0, 2]
+    assert table.parts["main"].nan_to_num(-1).tolist() == [1.0, 0.5, -1.0]
+    assert table.parts["style"].nan_to_num(-1).tolist() == [0.2, -1.0, -1.0]  # it did not judge the others
+    assert table.part_weights == {"main": 1.0, "style": 2.0}
+
+
+def test_a_completion_without_a_loss_token_counts_in_the_statistics_only(rollouts, prepare):
+    prepared = prepare(rollouts.group([1.0, 0.0, 0.0], lengths=[2, 3, 0]), aggregation=Aggregation.seq_mean_token_sum)
+    ((micro,),) = prepared.steps
+    assert (prepared.num_samples, prepared.metrics["batch/num_empty"]) == (2, 1)
+    assert max(by_row(micro, micro.advantage)) == pytest.approx(2 / 3**0.5, abs=1e-5)  # as in a group of three
+    assert set(micro.policy_denominator.tolist()) == {2.0}
 
 
 @pytest.mark.parametrize(
@@ -56,19 +76,39 @@ def test_a_completion_without_a_loss_token_counts_in_the_statistics_only(rollout
         (Aggregation.token_mean, 4.0, 4.0),
         (Aggregation.seq_mean_token_mean, 2.0, 6.0),
         (Aggregation.seq_mean_token_sum, 2.0, 2.0),
-        (Aggregation.token_sum_norm, 20.0, 20.0),
+        (Aggregation.token_sum_norm, 16.0, 16.0),
     ],
 )
-def test_denominators_are_of_the_optimizer_step_whatever_the_micro_batch(aggregation, short, long, rollouts):
-    """Two responses with 1 and 3 loss tokens; L_max is 10 (ALGORITHMS 0.1)."""
-    samples, _ = make_samples([rollouts.group([1.0, 0.0], lengths=[1, 3])], grpo, WEIGHT, mask_truncated=False)
+def test_denominators_are_of_the_optimizer_step_whatever_the_micro_batch(aggregation, short, long, rollouts, prepare):
+    """Two responses with 1 and 3 loss tokens; L_max is 8 (ALGORITHMS 0.1)."""
+    group = rollouts.group([1.0, 0.0], lengths=[1, 3])
     for budget in (1, 1000):
-        (step,), _ = plan_optimizer_steps(samples, plan(aggregation=aggregation, tokens_per_micro_batch=budget), [0])
+        (step,) = prepare(group, aggregation=aggregation, tokens_per_micro_batch=budget).steps
         assert len(step) == (2 if budget == 1 else 1)
         assert torch.cat([micro.policy_denominator for micro in step]).tolist() == [long] * 3 + [short]
 
 
-def test_every_token_keeps_what_belongs_to_it(rollouts):
+def test_the_kl_term_of_the_low_entropy_tokens_counts_those_alone(rollouts, prepare):
+    """Of 1 and 6 tokens floor(0.5 (n - 1)) + 1 are low: 1 and 3."""
+    kl = KlConfig(kind=KlKind.k3, beta=0.1, token_filter=KlFilter.low_entropy, entropy_quantile=0.5)
+    settings = {"kl": kl, "reference": Reference.frozen, "aggregation": Aggregation.seq_mean_token_mean}
+    ((micro,),) = prepare(rollouts.group([1.0, 0.0], lengths=[1, 6]), **settings).steps
+    assert by_row(micro, micro.kl_denominator) == [6.0, 2.0]
+    assert by_row(micro, micro.policy_denominator) == [12.0, 2.0]
+
+
+def test_pruned_samples_leave_numerator_and_denominators(rollouts, prepare):
+    """(1, 0, 0, 0) of 8, 1, 2 and 3 tokens: the lone success has the largest |A|; of the failures the earlier one stays."""
+    group = rollouts.group([1.0, 0.0, 0.0, 0.0], lengths=[8, 1, 2, 3])
+    prepared = prepare(group, weighting=Choice("cppo", {"pruning_rate": 0.5}))
+    ((micro,),) = prepared.steps
+    assert (prepared.num_samples, prepared.metrics["batch/num_pruned"]) == (2, 2)
+    assert sorted(by_row(micro, micro.advantage)) == pytest.approx([-0.5, 1.5], abs=1e-5)
+    assert set(micro.policy_denominator.tolist()) == {9.0}
+    assert set(micro.sample_weight.tolist()) == {1.0}
+
+
+def test_every_token_keeps_what_belongs_to_it(rollouts, prepare):
     versions = [np.array([2, 3, 3], dtype=np.int32), np.array([3, 3], dtype=np.int32)]
     group = rollouts.group([1.0, 0.0], lengths=[3, 2], prompt_length=2)
     completions = tuple(
@@ -77,26 +117,47 @@ def test_every_token_keeps_what_belongs_to_it(rollouts):
     )
     completions[0].loss_mask[1] = False
     group = type(group)(type(group.group)(group.group.visit, group.group.prompt_token_ids, completions, "w", 0.0), group.scores)
-    samples, _ = make_samples([group], grpo, WEIGHT, mask_truncated=False)
-    ((micro,),), _ = plan_optimizer_steps(samples, plan(), [0])
-    assert micro.targets.tolist() == [*completions[0].token_ids[[0, 2]], *completions[1].token_ids]
-    assert micro.positions.tolist() == [1, 3, 6, 7]  # rows of five, prompts of two
-    assert micro.response.tolist() == [0, 0, 1, 1]
+    other = rollouts.group([None], lengths=[4])
+    ((micro,),) = prepare(other, group).steps
+    assert micro.inputs.targets.tolist() == [*completions[0].token_ids[[0, 2]], *completions[1].token_ids]
+    assert micro.inputs.positions.tolist() == [1, 3, 6, 7]  # rows of five, prompts of two
+    assert micro.inputs.response.tolist() == [0, 0, 1, 1]
+    assert micro.group.tolist() == [1, 1, 1, 1]
     assert micro.roll_logp.tolist() == [-1, -3, -1, -2]
     assert micro.gap.tolist() == [Gap.OLDER_VERSION, Gap.MIXED, Gap.SAME_VERSION, Gap.SAME_VERSION]
     assert micro.advantage.tolist() == pytest.approx([0.5**0.5] * 2 + [-(0.5**0.5)] * 2, abs=1e-5)
 
 
-def test_ranks_share_an_optimizer_step_and_run_the_same_number_of_micro_batches(rollouts):
-    samples, _ = make_samples([rollouts.group([1, 0, 1], lengths=[4, 4, 4])], grpo, WEIGHT, mask_truncated=False)
-    plans = [plan_optimizer_steps(samples, plan(rank=r, world_size=2, tokens_per_micro_batch=1), [0]) for r in (0, 1)]
-    ranks = [steps[0] for steps, _ in plans]
-    assert [[micro.num_tokens > 0 for micro in micro_batches] for micro_batches in ranks] == [[True, True], [True, False]]
-    assert {
-        d for micro_batches in ranks for micro in micro_batches if micro.num_tokens for d in micro.policy_denominator.tolist()
-    } == {12.0}
-    width = len(samples[0].row.token_ids)
-    assert plans[0][1] == plans[1][1]
-    assert plans[0][1].num_tokens == (2 * width, width)
-    assert plans[0][1].imbalance == 2 / 1.5
-    assert plans[0][1].padding_frac == pytest.approx(1 / (3 * width + 1))
+def test_an_advantage_a_token_stays_with_its_token(rollouts, prepare):
+    """REINFORCE++, gamma 0.5, values 1 and 0 over 2 and 1 tokens: returns 0.5, 1, 0; mean 0.5, unbiased deviation 0.5."""
+    group = rollouts.group([1.0, 0.0], lengths=[2, 1], prompt_length=2)
+    for budget in (1, 1000):
+        (step,) = prepare(group, advantage=Choice("reinforce_pp", {"gamma": 0.5}), tokens_per_micro_batch=budget).steps
+        assert torch.cat([micro.advantage for micro in step]).tolist() == pytest.approx([0, 1, -1], abs=1e-6)
+
+
+def test_versions_become_counts_of_optimizer_steps(spec_of):
+    objective = Objective(spec_of(""))
+    for version, steps in ((2, 5), (3, 9), (5, 13)):
+        objective.note_version(version, steps)
+    # Version 4 was never trained on, 1 is from before what is remembered.
+    assert objective.steps_at(torch.tensor([1, 2, 3, 4, 5])).tolist() == [5, 5, 9, 9, 13]
+
+
+def test_ranks_share_an_optimizer_step_and_run_the_same_number_of_micro_batches(rollouts, prepare):
+    group = rollouts.group([1, 0, 1], lengths=[4, 4, 4])
+    both = [prepare(group, rank=r, world_size=2, tokens_per_micro_batch=1) for r in (0, 1)]
+    ranks = [prepared.steps[0] for prepared in both]
+    assert [[micro.inputs.num_tokens > 0 for micro in step] for step in ranks] == [[True, True], [True, False]]
+    assert {d for step in ranks for micro in step if micro.inputs.num_tokens for d in micro.policy_denominator.tolist()} == {12.0}
+    width = len(group.group.prompt_token_ids) + 4
+    assert both[0].metrics == both[1].metrics
+    assert (both[0].num_rank_tokens, both[1].num_rank_tokens) == (2 * width, width)
+    assert both[0].metrics["batch/rank_imbalance"] == 2 / 1.5
+    assert both[0].metrics["batch/padding_frac"] == pytest.approx(1 / (3 * width + 1))
+
+
+def test_a_batch_without_groups_has_nothing_to_train(prepare):
+    prepared = prepare()
+    assert (prepared.steps, prepared.num_samples, prepared.metrics["eff/sample_frac"]) == ([], 0, 0.0)
+    assert all(math.isfinite(value) for value in prepared.metrics.values())

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from configs.compose import ConfigError, load_config
+from configs.compose import ConfigError, load_config, shipped_files
+from learner.advantages import ADVANTAGES
+from learner.token_weights import TOKEN_WEIGHTINGS
+from learner.weighting import WEIGHTINGS
 from orchestrator.choices import check_functions
 
 pytestmark = pytest.mark.timeout(60)
@@ -17,14 +20,21 @@ def check(*overrides: str) -> None:
 
 
 WRONG = {
-    "algorithm.name=aspoo": "algorithm.name: there is no 'aspoo'; there are aspo, grpo; your own is a dotted path or file.py:function; did you mean 'aspo'?",
+    "algorithm.name=aspoo": "algorithm.name: there is no 'aspoo'; there are aspo, ",
     "algorithm.params.eps_lo=1": "algorithm.params.eps_lo: aspo has no such parameter; it takes dual_c, eps_high, eps_low; did you mean 'eps_low'?",
     'algorithm.params.eps_low="0.2"': "algorithm.params.eps_low: '0.2' is not a number; write it without quotes",
     "algorithm.params.dual_c=0.5": "algorithm.params: dual_c must be above 1, got 0.5; 3 is usual",
     "advantage.params.std_mode=x": "advantage.params.std_mode: 'x' is not 'unbiased' or 'population' or 'none'",
     "selection.params.low=0.1": "selection.params.low: zero_variance has no such parameter; it takes none",
-    "weighting.name=magnitude": "weighting.name: there is no 'magnitude'; there are none;",
-    "correction.name=tis": "correction.name: there is no 'tis' yet; correction=none works",
+    "weighting.name=magnitud": "weighting.name: there is no 'magnitud'; there are cppo, dgpo_question, ha_dw, length, magnitude, none, pods, sign; your own is a dotted path or file.py:function; did you mean 'magnitude'?",
+    "weighting=cppo weighting.params.pruning_rate=1": "weighting.params: pruning_rate must lie in [0, 1), got 1",
+    "weighting=ha_dw weighting.params.window=1": "weighting.params: eta must be at least 0 and window at least 2",
+    "advantage=mad advantage.params.eps=0": "advantage.params: eps must be above 0, got 0",
+    "advantage=reinforce_pp advantage.params.gamma=2": "advantage.params: gamma must lie in (0, 1], got 2",
+    "token_weighting=acpo token_weighting.params.surrogate=mode_logp": "token_weighting.params: surrogate=mode_logp needs vocab_size",
+    "token_weighting.name=entropy": "token_weighting.name: there is no 'entropy'; there are acpo, act_focus, ar, craft, entropy_split, lopti, none;",
+    "correction.name=tis": "correction.name: there is no 'tis'; there are bypass, decoupled, ",
+    "correction=tis_token correction.params.cap=0": "correction.params: the bounds must satisfy 0 <= lower < upper, got 0.0 and 0;",
     "reward.parts.exact_integer.params.lst=true": "reward.parts.exact_integer.params.lst: exact_integer has no such parameter; it takes last; did you mean 'last'?",
     "reward.parts.exact_integer.function=nowhere.py:f": "reward.parts.exact_integer.function: '{folder}/nowhere.py:f': no file '{folder}/nowhere.py'",
 }
@@ -34,7 +44,7 @@ WRONG = {
 def test_a_wrong_choice_is_one_line(override: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as caught:
-        check(override)
+        check(*override.split())
     assert str(caught.value).startswith(WRONG[override].format(folder=tmp_path))
     assert "\n" not in str(caught.value)
 
@@ -68,3 +78,52 @@ def test_a_ratio_that_is_always_one_is_refused(tmp_path: Path):
     check(*ONE_STEP, f"algorithm.name={path}:f", *arguments)
     with pytest.raises(ConfigError, match="its ratio is always 1"):
         check(*ONE_STEP, f"algorithm.name={path}:g", *arguments)
+
+
+NOT_GIVEN = {"act_focus": "role", "craft": "teacher_logp"}  # what no run has yet
+SHIPPED = [(group, name) for group in ("advantage", "weighting", "token_weighting") for name in shipped_files()[group]]
+
+
+@pytest.mark.parametrize(("group", "name"), SHIPPED, ids="=".join)
+def test_every_shipped_file_passes_or_is_refused_by_what_it_needs(group: str, name: str):
+    if name not in NOT_GIVEN:
+        check(f"{group}={name}")
+        return
+    with pytest.raises(ConfigError, match=f"{group}={name} needs LossTokens.{NOT_GIVEN[name]}: .*; {group}=none works"):
+        check(f"{group}={name}")
+
+
+def test_every_function_has_a_file():
+    tables = {"advantage": ADVANTAGES, "weighting": WEIGHTINGS, "token_weighting": TOKEN_WEIGHTINGS}
+    for group, table in tables.items():
+        assert sorted(table) == sorted(shipped_files()[group])
+
+
+def test_what_is_experimental_is_logged(caplog: pytest.LogCaptureFixture):
+    check("token_weighting=ar")
+    assert caplog.text == ""
+    check("token_weighting=acpo")
+    assert "token_weighting=acpo is experimental" in caplog.text
+
+
+def test_a_users_advantage_may_compare_the_members_of_a_group(tmp_path: Path):
+    path = tmp_path / "mine.py"
+    path.write_text("def f(samples, *, shift: float = 0.0): ...\nf.group_relative = True\ndef g(samples): ...\n")
+    single = "batch.group_size=1"
+    check(single, f"advantage.name={path}:g")
+    check(f"advantage.name={path}:f", "advantage.params.shift=1")
+    with pytest.raises(ConfigError, match=r"batch\.group_size=1, .* compares the completions of a group; batch\.group_size=2"):
+        check(single, f"advantage.name={path}:f")
+    for scheme in ("reinforce", "reinforce_pp"):
+        check(single, f"advantage={scheme}")
+    with pytest.raises(ConfigError, match=r"advantage\.name=rloo: it compares the completions of a group"):
+        check(single, "advantage=rloo")
+
+
+def test_a_users_weightings_are_checked_like_ours(tmp_path: Path):
+    path = tmp_path / "mine.py"
+    path.write_text("def f(tokens, *, power: float = 1.0): ...\ndef g(samples, advantage, *, power: float = 1.0): ...\n")
+    for group, function in (("token_weighting", "f"), ("weighting", "g")):
+        check(f"{group}.name={path}:{function}", f"{group}.params.power=2")
+        with pytest.raises(ConfigError, match=rf"{group}\.params\.powr: {function} has no such parameter; it takes power"):
+            check(f"{group}.name={path}:{function}", f"{group}.params.powr=2")

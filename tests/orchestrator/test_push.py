@@ -196,7 +196,7 @@ class Bench:
         options = cluster.actor_options(f"learner-{self.layout}", num_cpus=1, num_gpus=0, env=environment, concurrency=1)
         self.learner = ray.remote(Saboteur).options(**options).remote(0, 1)
         self.engine = self.start_engine("rollout-0")
-        spec = material.learner_spec(config, self.stuff, total_optimizer_steps=1)
+        spec = material.learner_spec(config, self.stuff.model_path, total_optimizer_steps=1)
         ray.get(self.learner.start.remote("learner.learner", spec, *ray.get(self.learner.rendezvous.remote())))
 
     def start_engine(self, name, **sabotage):
