@@ -383,7 +383,9 @@ class DeadlinesConfig:
     score_s: float = knob(300.0, "a group's scores")
     prepare_s: float = knob(600.0, "log-probabilities, advantages and weights of a batch")
     train_s: float = knob(1800.0, "the optimizer steps of a batch")
-    receive_s: float = knob(60.0, "an engine to take one bucket of a push, to swap, or to score the tokens of a proof: one that does not is replaced")
+    receive_s: float = knob(
+        60.0, "an engine to take one bucket of a push, to swap, or to score the tokens of a proof: one that does not is replaced"
+    )
     push_s: float = knob(300.0, "weights to be gathered, received, swapped and proven")
     turn_s: float = knob(120.0, "colocated: engines to sleep or wake, or the learner to lay its states aside or take them back")
     evaluate_s: float = knob(1800.0, "one evaluation")

@@ -530,8 +530,8 @@ async def test_what_is_cancelled_while_a_worker_comes_into_use_is_not_asked(worl
     visit = Visit("p0", 0, Purpose.TRAIN)
     await w.fleet.submit([visit])  # waits
     async with w.fleet._order:  # somebody else's call is under way
-        coming = asyncio.create_task(w.fleet.add(worker))
         cancelling = asyncio.create_task(w.fleet.cancel([visit]))
+        coming = asyncio.create_task(w.fleet.add(worker))
         await asyncio.sleep(0.01)
     await asyncio.gather(coming, cancelling)
     assert not [entry for entry in w.engines[worker.name].log if entry[0] == "submit" and entry[1]]
