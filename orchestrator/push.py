@@ -314,6 +314,8 @@ class RayPusher:
 
     def _step_down(self, worker: Worker, version: int, problem: str) -> None:
         """The next rung for a worker that refused, or whose proof failed: once more, a new engine, the end of the run."""
+        if not self._crew.has(worker):
+            return  # lost meanwhile: the next engine of its slot answers for itself
         slot = self._crew.slot(worker)
         self._rungs[slot] += 1
         if self._rungs[slot] == 1:
