@@ -62,7 +62,7 @@ class LearnerHandle(Protocol):
 
 class Pusher(Protocol):
     async def hold(self) -> None:
-        """Before the weights change: returns once no new worker is being proven, and lets none begin until the next push."""
+        """Before the learner is busy: returns once no new worker is being proven, and lets none begin until the next push."""
 
     async def push(self, version: int, report: StepReport) -> dict[str, float]:
         """The learner's weights, to which ``report`` led, on every engine as ``version``, proven. Returns metrics."""

@@ -344,11 +344,15 @@ class Job:
         try:
             if self._turns:
                 await self._turns.to_learner()
+            await self._wait(self._pusher.hold(), "push", "new workers to be proven", self.config.deadlines.start_s)
             self.checkpoint = await self._wait(self._write(state, held), "learner", name, deadline_s)
         except (DeadlinePassed, RayError, OSError, RunStopped) as error:
             stands = f"{self.checkpoint.name} stands" if self.checkpoint else "there is none before it"
             reason = " ".join(words(error).split())[:MOST_CHARACTERS]
             raise SaveFailed(f"the {name} could not be written ({reason}); {stands}") from error
+        finally:
+            if not self._turns:  # there the push that follows ends the hold
+                self._pusher.go_on()
         self._saved_step = step
         self._seconds["checkpoint"] += time.monotonic() - started
         self._recorder.event("checkpoint", step=step, folder=self.checkpoint.name)

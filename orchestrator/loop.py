@@ -383,12 +383,14 @@ class Loop:
     # ---- train, push ------------------------------------------------------------------------------------------------
 
     async def _train(self, batch: Batch) -> dict[str, float]:
-        deadlines, start = self._settings.deadlines, time.monotonic()
+        deadlines = self._settings.deadlines
+        # Before the learner is busy, not only before it changes: a proof behind a long prepare would pass its deadline
+        await self._waits.wait(self._pusher.hold(), owner="push", name="new workers to be proven", deadline_s=deadlines.start_s)
+        start = time.monotonic()
         prepared = await self._waits.wait(
             self._learner.prepare(batch), owner="learner", name=f"prepare step {batch.step}", deadline_s=deadlines.prepare_s
         )
         middle = time.monotonic()
-        await self._waits.wait(self._pusher.hold(), owner="push", name="new workers to be proven", deadline_s=deadlines.start_s)
         self.between_steps = False
         report = await self._waits.wait(
             self._learner.train(), owner="learner", name=f"train step {batch.step}", deadline_s=deadlines.train_s

@@ -99,7 +99,7 @@ class RayPusher:
         self._tokens = tokens
         self._swap_wait_s = deadlines.generate_s if swap_waits else 0.0
         self._lock = asyncio.Lock()
-        self._still = asyncio.Event()  # the learner's weights are the engines' version
+        self._still = asyncio.Event()  # the learner rests at the engines' version
         self._version = UNPROVEN
         self._generation = 0
         self._manifest: Manifest | None = None  # of the last version that was delivered
@@ -115,10 +115,15 @@ class RayPusher:
         return f"{self._manifest.digest:016x}" if self._manifest else ""
 
     async def hold(self) -> None:
-        """Before the weights change: returns once no new worker is being proven, and lets none begin until the next push."""
+        """Before the learner is busy: returns once no new worker is being proven, and lets none begin until the next push or
+        ``go_on``."""
         self._still.clear()
         async with self._lock:
             pass
+
+    def go_on(self) -> None:
+        """Ends a hold in which the weights did not change."""
+        self._still.set()
 
     async def push(self, version: int, report: StepReport | None = None) -> dict[str, float]:
         """The learner's weights on every engine as ``version``; ``report`` is of the step that made them.

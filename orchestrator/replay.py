@@ -212,6 +212,9 @@ class ReplayPusher:
     async def hold(self) -> None:
         """There is no worker to be proven."""
 
+    def go_on(self) -> None:
+        """Likewise."""
+
     async def push(self, version: int, report: StepReport | None = None) -> dict[str, float]:
         async with contextlib.aclosing(self._learner.buckets(version)) as buckets:
             async for _ in buckets:

@@ -394,6 +394,14 @@ class Losing(World):
             await super().generate(visit)
 
 
+async def test_no_worker_is_being_proven_from_prepare_to_push():
+    """A proof asks the learner too: behind a long prepare it would pass its deadline, which ends the run."""
+    world = World()
+    await world.make().run()
+    stages = [entry for entry, _ in world.log if entry in ("hold", "prepare", "pushed")]
+    assert stages == ["hold", "prepare", "pushed"] * 5
+
+
 @pytest.mark.parametrize("max_lag", [0, 2])
 async def test_visits_of_lost_workers_are_asked_again_under_their_numbers(max_lag):
     """Every visit is trained as if no worker had been lost; at lag 0 in the same batches, within the same budget of visits."""

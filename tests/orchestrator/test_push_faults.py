@@ -537,7 +537,8 @@ async def test_what_is_cancelled_while_a_worker_comes_into_use_is_not_asked(worl
     assert not [entry for entry in w.engines[worker.name].log if entry[0] == "submit" and entry[1]]
 
 
-async def test_no_worker_is_proven_while_the_weights_change(world):
+@pytest.mark.parametrize("changed", [True, False])
+async def test_no_worker_is_proven_while_the_learner_is_busy(world, changed):
     w = world(faults={"rollout-1": at("submit", 1, "die")})
     await w.start()
     await w.pusher.hold()
@@ -550,9 +551,12 @@ async def test_no_worker_is_proven_while_the_weights_change(world):
     await w.until(lambda: w.named("worker_replaced"))
     await asyncio.sleep(0.05)
     assert w.learner.log == []
-    await w.pusher.push(1, StepReport({}, 1, moved=False))
+    if changed:
+        await w.pusher.push(1, StepReport({}, 1, moved=False))
+    else:
+        w.pusher.go_on()
     await w.until(lambda: w.in_use() == ["rollout-0", "rollout-1.1"])
-    assert w.engines["rollout-1.1"].version == 1
+    assert w.engines["rollout-1.1"].version == changed
 
 
 async def test_visits_wait_where_no_worker_is_left(world):
