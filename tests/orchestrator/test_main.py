@@ -59,15 +59,16 @@ BAD = {
     (
         "train",
         "batch.group_size=1",
-    ): "limen: batch.group_size=1: advantage=grpo compares the completions of a group; batch.group_size=2 or more works",
+    ): "limen: batch.group_size=1, advantage.name=grpo: it compares the completions of a group; batch.group_size=2 or more works, "
+    "or advantage=reinforce",
     ("train", "data=jsonl", "data.sources.main.path=none.jsonl"): "limen: data.sources.main.path: no file '{folder}/none.jsonl'",
     ("train", "-m"): "limen: unknown option -m; there are --config-dir, --print-config, --help",
     ("train", "--config-dir"): "limen: --config-dir needs a folder: --config-dir DIR",
-    ("trian",): "limen: unknown verb 'trian'; there are train, build-model, eval, sample, plan, doctor",
+    ("trian",): "limen: unknown verb 'trian'; there are train, build-model, eval, sample, explain, plan, doctor",
     (
         "steps=3",
-    ): "limen: unknown verb 'steps=3'; there are train, build-model, eval, sample, plan, doctor; overrides come after the verb",
-    (): "limen: name a verb: train, build-model, eval, sample, plan, doctor; `limen --help` explains them",
+    ): "limen: unknown verb 'steps=3'; there are train, build-model, eval, sample, explain, plan, doctor; overrides come after the verb",
+    (): "limen: name a verb: train, build-model, eval, sample, explain, plan, doctor; `limen --help` explains them",
     ("doctor", "steps=3"): "limen: limen doctor takes no options or overrides",
 }
 
@@ -173,7 +174,7 @@ def test_every_verb_has_its_function_and_help():
         assert code in text
     assert "group_size" not in describe("train").split("keys")[0]
     assert "  batch            batch sizes\n" in describe("train")
-    assert "  algorithm=aspo|aspo_paper|grpo\n" in describe("train")
+    assert "  algorithm=aspo|aspo_archer|aspo_paper|cispo|" in describe("train")
 
 
 def test_secrets_are_not_printed(tmp_path: Path):

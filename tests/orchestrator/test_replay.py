@@ -94,23 +94,6 @@ def test_evaluation_is_skipped_with_a_line(replayed):
     assert "a replay has no engine, so no evaluation" in replayed[1]
 
 
-def test_another_objective_takes_another_way_on_the_same_tokens(source):
-    folder = source.parent
-    overrides = [
-        "rollout=replay",
-        f"rollout.source_run={source}",
-        f"run_dir={folder / 'grpo'}",
-        "algorithm=grpo",
-        "algorithm.params.eps_high=0.0",
-        "steps=2",
-    ]
-    done = train(folder, *overrides)
-    assert done.returncode == 0, done.stdout + done.stderr
-    made, other = rows(source), rows(folder / "grpo")
-    assert other[0]["batch/num_loss_tokens"] == made[0]["batch/num_loss_tokens"]
-    assert other[0]["weights"] != made[0]["weights"]
-
-
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
