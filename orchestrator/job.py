@@ -344,7 +344,7 @@ class Job:
         try:
             if self._turns:
                 await self._turns.to_learner()
-            await self._wait(self._pusher.hold(), "push", "new workers to be proven", self.config.deadlines.start_s)
+            await self._wait(self._pusher.hold(), "push", "new workers to be proven", self.config.deadlines.push_s)
             self.checkpoint = await self._wait(self._write(state, held), "learner", name, deadline_s)
         except (DeadlinePassed, RayError, OSError, RunStopped) as error:
             stands = f"{self.checkpoint.name} stands" if self.checkpoint else "there is none before it"

@@ -385,7 +385,7 @@ class Loop:
     async def _train(self, batch: Batch) -> dict[str, float]:
         deadlines = self._settings.deadlines
         # Before the learner is busy, not only before it changes: a proof behind a long prepare would pass its deadline
-        await self._waits.wait(self._pusher.hold(), owner="push", name="new workers to be proven", deadline_s=deadlines.start_s)
+        await self._waits.wait(self._pusher.hold(), owner="push", name="new workers to be proven", deadline_s=deadlines.push_s)
         start = time.monotonic()
         prepared = await self._waits.wait(
             self._learner.prepare(batch), owner="learner", name=f"prepare step {batch.step}", deadline_s=deadlines.prepare_s

@@ -71,7 +71,7 @@ class TurnCrew(Protocol):
 
 def widened(deadlines: DeadlinesConfig) -> DeadlinesConfig:
     """What the loop may wait for prepare and push where phases of a turn, each with its own deadline, come before or within them."""
-    settled = 2 * deadlines.start_s + deadlines.close_s
+    settled = deadlines.push_s + deadlines.start_s + deadlines.close_s
     return dataclasses.replace(
         deadlines,
         prepare_s=deadlines.prepare_s + settled + 3 * deadlines.turn_s,
@@ -131,7 +131,7 @@ class Turns:
             return
         self._turn = None
         deadlines = self._deadlines
-        await self._wait("push", "new workers to be proven", self._pusher.hold(), deadlines.start_s)
+        await self._wait("push", "new workers to be proven", self._pusher.hold(), deadlines.push_s)
         await self._wait("rollout workers", "replaced ones to start", self._crew.hold(), deadlines.start_s)
         await self._wait("rollout workers", "what they generate to end", self._cancel(), deadlines.turn_s)
         self._asleep = await self._all("sleep", [*self._crew.proven, *self._crew.new], lambda worker: worker.actor.sleep.remote())

@@ -402,6 +402,16 @@ async def test_no_worker_is_being_proven_from_prepare_to_push():
     assert stages == ["hold", "prepare", "pushed"] * 5
 
 
+async def test_a_proof_may_take_its_own_deadline_however_short_that_of_a_start_is():
+    world = World()
+
+    async def hold():
+        await asyncio.sleep(0.1)
+
+    world.hold = hold
+    assert await world.make(replace(SETTINGS, deadlines=DeadlinesConfig(start_s=0.01))).run() == "done"
+
+
 @pytest.mark.parametrize("max_lag", [0, 2])
 async def test_visits_of_lost_workers_are_asked_again_under_their_numbers(max_lag):
     """Every visit is trained as if no worker had been lost; at lag 0 in the same batches, within the same budget of visits."""

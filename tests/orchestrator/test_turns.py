@@ -235,7 +235,7 @@ async def test_no_worker_starts_in_the_learners_turn_and_the_turn_waits_for_one_
 
 def test_the_loop_waits_for_the_phases_within_prepare_and_push_as_well():
     deadlines = widened(DeadlinesConfig(prepare_s=1, push_s=2, turn_s=10, start_s=100, close_s=5))
-    assert deadlines.prepare_s == 1 + 3 * 10 + 2 * 100 + 5  # what they generate ends, engines sleep, states come back
+    assert deadlines.prepare_s == 1 + 3 * 10 + 2 + 100 + 5  # what they generate ends, engines sleep, states come back
     assert deadlines.push_s == 2 + 3 * 10
     assert deadlines.train_s == DeadlinesConfig().train_s
 
