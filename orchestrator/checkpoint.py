@@ -40,6 +40,7 @@ MANIFEST, RUN_FILE = "manifest.json", "run.json"
 STATE, GROUPS = "state.json", "groups.jsonl"
 READERS = 4  # files digested at once when a checkpoint is verified
 _NAME = re.compile(r"step-(\d+)(\.partial)?")
+_REMOVED = "removed-"
 
 Files = dict[str, dict[str, Any]]  # name within the checkpoint -> its size and digest, as in the manifest
 
@@ -117,8 +118,7 @@ class Checkpoints:
 
     def best(self) -> Path | None:
         """The checkpoint with the best held-out pass@1, the newest among equals; None where none was evaluated."""
-        judged = [(m["pass_at_1"], m["step"], folder) for folder, m in self._own() if m["pass_at_1"] is not None]
-        return max(judged)[2] if judged else None
+        return _best(self._own())
 
     def _seal(
         self, partial: Path, written: Files, texts: Mapping[str, str], state: dict[str, Any], pass_at_1: float | None
@@ -142,12 +142,13 @@ class Checkpoints:
     def _rotate(self, step: int) -> None:
         """Takes away what is neither among the last ones up to ``step`` nor the best. Later steps are not counted: a resume passed
         them over because they are damaged."""
-        own = [folder for folder, manifest in self._own() if manifest["step"] <= step]
-        kept = {*own[-self._config.keep_last :], *([self.best()] if self._config.keep_best else [])}
-        for folder in own:
+        own = [(folder, manifest) for folder, manifest in self._own() if manifest["step"] <= step]
+        kept = {*(folder for folder, _ in own[-self._config.keep_last :]), *([_best(own)] if self._config.keep_best else [])}
+        for folder, _ in own:
             if folder not in kept:
-                (folder / MANIFEST).unlink()  # first, so that half of it is none
-                shutil.rmtree(folder)
+                folder.rename(folder.with_name(f"{_REMOVED}{folder.name}-{time.time_ns()}"))  # first, so that half of it is none
+        for folder in self.folder.glob(_REMOVED + "step-*"):
+            shutil.rmtree(folder, ignore_errors=True)  # what another process still reads may stay until the next save
 
     def _note(self, step: int, pass_at_1: float) -> None:
         path = self.folder / checkpoint_name(step) / MANIFEST
@@ -162,6 +163,11 @@ class Checkpoints:
             if isinstance(manifest, dict) and manifest["run"] == self.run:
                 own.append((folder, manifest))
         return own
+
+
+def _best(checkpoints: Iterable[tuple[Path, dict[str, Any]]]) -> Path | None:
+    judged = [(m["pass_at_1"], m["step"], folder) for folder, m in checkpoints if m["pass_at_1"] is not None]
+    return max(judged)[2] if judged else None
 
 
 def checkpoint_name(step: int) -> str:

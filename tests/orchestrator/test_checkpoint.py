@@ -195,6 +195,36 @@ async def test_the_best_is_kept_beside_the_last(run):
     assert find_checkpoint(run, print).step == 6, "a noted result does not damage it"
 
 
+async def test_the_best_is_one_that_the_run_stands_on(run):
+    """A resume passed over the damaged 20: its result must not cost 10, the best of those that are left, its place."""
+    await write(open_run(run, keep_best=True), 10, pass_at_1=0.5)
+    folder = await write(open_run(run, keep_best=True), 20, pass_at_1=0.6)
+    (folder / "model" / "model.safetensors").write_bytes(b"")
+    checkpoints = open_run(run, keep_last=1, keep_best=True)
+    await write(checkpoints, 12, pass_at_1=0.1)
+    await write(checkpoints, 14, pass_at_1=0.2)
+    assert names(run) == ["step-000010", "step-000014", "step-000020"]
+
+
+async def test_an_old_one_that_cannot_be_taken_away_yet_goes_with_the_next_save(run, monkeypatch):
+    """As on a network file system while another process reads its model: the new one stands all the same."""
+    checkpoints = open_run(run, keep_last=1)
+    await write(checkpoints, 10)
+
+    def busy(path, *args, **kwargs):
+        raise OSError(39, "Directory not empty", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", busy)
+        folder = await write(checkpoints, 20)
+    assert find_checkpoint(run, print).folder == folder
+    left, new = names(run)
+    assert left.startswith("removed-step-000010")
+    assert new == "step-000020"
+    await write(checkpoints, 30)
+    assert names(run) == ["step-000030"]
+
+
 async def test_the_manifest_lists_every_file(run):
     folder = await write(open_run(run), 10)
     files = json.loads((folder / "manifest.json").read_text())["files"]
