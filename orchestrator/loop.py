@@ -25,6 +25,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from configs.errors import ConfigError
 from configs.schema import DeadlinesConfig, WhenShort
 from learner.selection import Decision
 from orchestrator.errors import RunStopped
@@ -48,6 +49,11 @@ class LoopSettings:
     num_steps: int
     verifier_s: float  # longest a completion may take in the reward pool, all its processes at work
     deadlines: DeadlinesConfig
+
+
+def most_open(settings: LoopSettings) -> int:
+    """How many visits may be open at once."""
+    return int((settings.max_lag + settings.oversample) * settings.groups_per_step)
 
 
 class Asked(NamedTuple):
@@ -96,6 +102,12 @@ class Loop:
             self._take_up(state)
         if ledger.num_open != len(self._buffer):
             raise ValueError(f"{ledger.num_open} visits are open at the start, but {len(self._buffer)} groups are at hand")
+        if ledger.num_open > most_open(settings):
+            raise ConfigError(
+                f"resume: {ledger.num_open} groups of the checkpoint wait to be trained, but (rollout.max_lag={settings.max_lag} + "
+                f"rollout.oversample={settings.oversample:g}) * batch.groups_per_step={settings.groups_per_step} allows "
+                f"{most_open(settings)}; resume with the values the run was started with"
+            )
 
     def state(self) -> LoopState:
         """What it has in hand now, for a checkpoint; the ledger's state at the same moment belongs to it."""
@@ -160,7 +172,7 @@ class Loop:
     # ---- produce ----------------------------------------------------------------------------------------------------
 
     def _room(self) -> int:
-        bound = int((self._settings.max_lag + self._settings.oversample) * self._settings.groups_per_step)
+        bound = most_open(self._settings)
         if self._ledger.num_open > bound:
             raise AssertionError(f"{self._ledger.num_open} visits are open, the bound is {bound}")
         left = self._settings.max_visits_per_step - self._num_picked

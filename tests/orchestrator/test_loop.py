@@ -10,13 +10,14 @@ from dataclasses import replace
 
 import pytest
 
+from configs.errors import ConfigError
 from configs.schema import DeadlinesConfig, LastBatch, WhenShort
 from learner.selection import SELECTIONS
 from orchestrator.errors import RunStopped
 from orchestrator.handles import Lost, StepReport
 from orchestrator.ledger import Ledger, Length
 from orchestrator.loop import Loop, LoopSettings
-from orchestrator.stages import Address, Finished, Scored
+from orchestrator.stages import Address, Finished, Kept, LoopState, Scored
 from orchestrator.waits import DeadlinePassed, Waits
 from rollout.records import GroupMeta, Outcome, Score, Status
 
@@ -375,6 +376,22 @@ def test_a_ledger_and_groups_that_do_not_belong_together_are_refused():
     ledger.keep(ledger.pick(1)[0].visit)
     with pytest.raises(ValueError, match="1 visits are open at the start, but 0 groups are at hand"):
         Loop(SETTINGS, ledger, (world,) * 5, SELECTIONS["zero_variance"], Waits(), step=0, version=0)
+
+
+def test_more_groups_than_a_resumed_run_may_have_open_are_refused_with_both_numbers():
+    """They were kept at a lag of 2; at one of 0 four may be open."""
+    world = World()
+    ledger = world.make()._ledger
+    kept = []
+    for pick in ledger.pick(5):
+        ledger.keep(pick.visit)
+        meta = GroupMeta(pick.visit, "w", 3, (2, 2), (2, 2), 0, 0, 0, 0, 0.0)
+        kept.append(Kept(pick, Scored(meta, Address(None, 0), (score(1.0), score(0.0)))))
+    state = LoopState(waiting=tuple(kept), judged=(), dropped={}, num_picked=0, budget=None)
+    arguments = (ledger, (world,) * 5, SELECTIONS["zero_variance"], Waits())
+    Loop(replace(SETTINGS, max_lag=1), *arguments, step=3, version=3, state=state)
+    with pytest.raises(ConfigError, match=r"5 groups .*rollout\.max_lag=0 .*batch\.groups_per_step=4 allows 4"):
+        Loop(SETTINGS, *arguments, step=3, version=3, state=state)
 
 
 class Losing(World):
