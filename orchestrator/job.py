@@ -274,13 +274,15 @@ class Job:
         metrics = outcome.metrics | step_metrics(outcome, self._material.by_id) | {"time/loop_lag_s": self._lag.take()}
         for name in ("generate", "prepare", "train", "push"):
             self._seconds[name] += metrics.get(f"time/{name}_s", 0.0)
-        await self._wait(
-            self._recorder.groups(outcome), "recorder", f"samples of step {step}", self.config.deadlines.checkpoint_s
-        )
         every = self.config.evaluation.every
-        if every and step % every == 0 and step < self.num_steps and self._held_out:
-            metrics |= (await self._evaluate(f"step {step}")).metrics()
-        self._recorder.metrics(step, self._version, self._pusher.digest, metrics)
+        try:
+            await self._wait(
+                self._recorder.groups(outcome), "recorder", f"samples of step {step}", self.config.deadlines.checkpoint_s
+            )
+            if every and step % every == 0 and step < self.num_steps and self._held_out:
+                metrics |= (await self._evaluate(f"step {step}")).metrics()
+        finally:  # whatever fails here: the step is saved, so a resumed run does not write its row again
+            self._recorder.metrics(step, self._version, self._pusher.digest, metrics)
         self._warn(step, metrics)
         self.view.step(step, metrics)
         self.view.stage("generate")

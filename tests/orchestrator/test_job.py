@@ -1,0 +1,45 @@
+"""What a run writes of a step when something after it fails."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+
+from configs.compose import load_config
+from orchestrator.job import Job
+from orchestrator.stages import Batch, StepOutcome
+from orchestrator.waits import DeadlinePassed, Waits
+
+pytestmark = pytest.mark.timeout(30)
+
+
+async def test_a_step_keeps_its_row_where_the_evaluation_after_it_fails():
+    """The step is saved then, and a resumed run begins with the next one."""
+    rows = []
+
+    async def nothing(outcome):
+        pass
+
+    async def hangs(title):
+        raise DeadlinePassed(SimpleNamespace(owner="rollout workers", name="evaluation", deadline_s=1.0), [])
+
+    waits = Waits()
+    job = SimpleNamespace(
+        config=load_config(["evaluation.every=1"]),
+        num_steps=9,
+        _material=SimpleNamespace(by_id={}),
+        _lag=SimpleNamespace(take=lambda: 0.0),
+        _seconds=defaultdict(float),
+        _recorder=SimpleNamespace(groups=nothing, metrics=lambda *row: rows.append(row)),
+        _held_out={"p0": None},
+        _pusher=SimpleNamespace(digest="00ff"),
+        _evaluate=hangs,
+        _wait=lambda work, owner, name, deadline_s: waits.wait(work, owner=owner, name=name, deadline_s=deadline_s),
+    )
+    outcome = StepOutcome(Batch(5, 4, ()), (), {}, {"time/step_s": 1.5})
+    with pytest.raises(DeadlinePassed):
+        await Job.after_step(job, outcome)
+    ((step, version, digest, metrics),) = rows
+    assert (step, version, digest, metrics["time/step_s"]) == (5, 4, "00ff", 1.5)
