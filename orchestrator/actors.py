@@ -155,8 +155,15 @@ class LearnerActor:
         self._learner.reload()
 
     def buckets(self, generation: int, scale: float = 1.0, receivers: Sequence[str] = ()) -> Iterator[Parcel]:
-        """Rank 0's stream of parcels for the workers of these names, while the other ranks ``gather``."""
+        """Rank 0's parcels for the workers of these names, while the other ranks ``gather``."""
         yield from self._send_all(self._sender, generation, receivers, self._learner.buckets(generation, scale))
+
+    def parcels(self, generation: int, scale: float = 1.0, receivers: Sequence[str] = ()) -> Iterator[Parcel | None]:
+        """``buckets`` as a stream of pairs: a parcel, then None. Ray gives an error out as one more reference; whoever finds the second
+        of a pair knows, without fetching it, that the first is a parcel."""
+        for parcel in self.buckets(generation, scale, receivers):
+            yield parcel
+            yield None
 
     def abort_push(self) -> None:
         """Rank 0: whatever waits for a receiver fails at once, and the buckets that remain are gathered without being sent."""

@@ -69,12 +69,12 @@ class RayLearner:
         """
         first, *others = self.ranks
         taking_part = asyncio.gather(*(rank.gather.remote(generation, scale) for rank in others))
-        stream = first.buckets.options(_generator_backpressure_num_objects=BUCKETS_AHEAD).remote(
+        stream = first.parcels.options(_generator_backpressure_num_objects=2 * BUCKETS_AHEAD).remote(
             generation, scale, tuple(receivers)
         )
         try:
             while True:
-                step = asyncio.ensure_future(anext(stream, None))
+                step = asyncio.ensure_future(_next_parcel(stream))
                 waiting: set[asyncio.Future[Any]] = {step, taking_part}
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 if taking_part.done() and taking_part.exception() and not step.done():
@@ -122,6 +122,20 @@ class RayLearner:
     async def see_folder(self, folder: Path, token: str, wait_s: float) -> list[FolderView]:
         """What each rank sees of it: see ``orchestrator.shared_folder``."""
         return await self._all(lambda rank: rank.see_folder.remote(str(folder), token, wait_s))
+
+
+async def _next_parcel(stream: Any) -> Any:
+    """The next reference of ``LearnerActor.parcels``, None at its end. Raises what ended it otherwise: as a reference like the others
+    it would reach the workers, and they would pass for dead."""
+    reference = await anext(stream, None)
+    if reference is None:
+        return None
+    second = await anext(stream, None)
+    if second is None:
+        await reference
+        raise RuntimeError("rank 0's stream of parcels ended within a pair")
+    await second
+    return reference
 
 
 async def _await(reference: Any) -> Any:

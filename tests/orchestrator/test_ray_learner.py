@@ -18,21 +18,29 @@ class Remote:
         return self
 
 
+def second():
+    """Of a pair: an answer that is there."""
+    answer = asyncio.get_running_loop().create_future()
+    answer.set_result(None)
+    return answer
+
+
 class Rank:
     """Rank 0 over a transport that waits for its receivers: without an abort, the third parcel never comes."""
 
     def __init__(self):
         self.log = []
         self.aborted = asyncio.Event()
-        self.buckets, self.gather, self.abort_push = Remote(self._buckets), Remote(self._gather), Remote(self._abort)
+        self.parcels, self.gather, self.abort_push = Remote(self._parcels), Remote(self._gather), Remote(self._abort)
 
-    async def _buckets(self, generation, scale, receivers):
+    async def _parcels(self, generation, scale, receivers):
         self.log.append((generation, scale, receivers))
         for index in range(5):
             if index == 2 and "silent" in receivers:
                 await self.aborted.wait()
             self.log.append(index)
             yield index
+            yield second()
 
     def _gather(self, generation, scale):
         return asyncio.ensure_future(asyncio.sleep(0))
@@ -70,6 +78,33 @@ async def test_a_rank_that_fails_ends_a_generation_although_rank_0_waits_for_it(
 
     with pytest.raises(RuntimeError, match="out of memory on rank 1"):
         await asyncio.wait_for(read_all(), 5)
+
+
+@pytest.mark.parametrize("within", [False, True])
+async def test_rank_0s_own_error_reaches_no_worker(within):
+    """Ray gives it out as one more reference of the stream, which raises where it is awaited: in place of a parcel where the gather
+    fails, after one where the rank dies."""
+
+    async def fail():
+        raise RuntimeError("out of memory on rank 0")
+
+    class Failing(Rank):
+        async def _parcels(self, generation, scale, receivers):
+            yield "parcel 0"
+            yield second()
+            if within:
+                yield "parcel 1"
+            yield fail()
+
+    given = []
+
+    async def read_all():
+        async for parcel in RayLearner([Failing()]).buckets(1):
+            given.append(parcel)
+
+    with pytest.raises(RuntimeError, match="out of memory on rank 0"):
+        await read_all()
+    assert given == ["parcel 0"]
 
 
 async def test_a_failed_save_is_told_when_nobody_writes_any_more(tmp_path):
