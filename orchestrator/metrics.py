@@ -37,12 +37,15 @@ def step_metrics(outcome: StepOutcome, prompts: Mapping[str, Prompt]) -> dict[st
             "len/mean": fmean(lengths),
             "len/p95": float(np.percentile(lengths, 95)),
             "len/trunc_frac": truncated / len(lengths),
+            "rep/ratio20": fmean(scored.meta.repeated_share for scored in seen),  # groups are of one size
+            "rep/max_freq20": max(scored.meta.max_repeats for scored in seen),
         }
     if rates:
         metrics |= {
             "group/pass_rate": fmean(rates),
             "group/solve_none": sum(rate == 0 for rate in rates) / len(rates),
             "group/solve_all": sum(rate == 1 for rate in rates) / len(rates),
+            "group/valid": sum(0 < rate < 1 for rate in rates) / len(rates),
         }
         metrics |= {f"group/pass_hist_{i}": n for i, n in enumerate(_histogram(rates))}
     metrics |= {f"pass_rate/{stratum}": rate for stratum, rate in pass_rates_by_stratum(seen, prompts).items()}

@@ -168,11 +168,10 @@ class ReplayFleet:
     async def submit(self, visits: Sequence[Visit]) -> None:
         read = await asyncio.to_thread(lambda: [self._record.read(visit.prompt_id) for visit in visits])
         groups = [replace(group, visit=visit) for (group, _), visit in zip(read, visits, strict=True)]
+        metas = await asyncio.to_thread(lambda: [describe_group(group) for group in groups])
+        metas = [replace(meta, min_version=self._version, max_version=self._version, time_s=0.0) for meta in metas]
         self.scores |= {visit: scores for (_, scores), visit in zip(read, visits, strict=True)}
         parcel = self._put(groups)
-        metas = [
-            replace(describe_group(group), min_version=self._version, max_version=self._version, time_s=0.0) for group in groups
-        ]
         self.num_groups["replay"] += len(groups)
         self._finished.put_nowait([Finished(meta, Address(parcel, place)) for place, meta in enumerate(metas)])
 

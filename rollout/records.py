@@ -9,13 +9,17 @@ Every record is frozen and every field is required: a stage makes a new object, 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+REPETITION_WORDS = 20  # of the runs that are compared in ``repetition``
 
 
 class Purpose(StrEnum):
@@ -121,6 +125,8 @@ class GroupMeta:
     min_version: int
     max_version: int
     num_mixed: int  # tokens flagged ``mixed``
+    repeated_share: float  # ``repetition`` of the texts: mean of the shares
+    max_repeats: int  # and the largest count
     time_s: float
 
 
@@ -149,6 +155,7 @@ class ScoredGroup:
 def describe_group(group: Group) -> GroupMeta:
     """The small record of a group that travels to the driver."""
     versions = np.concatenate([c.versions for c in group.completions])
+    shares, counts = zip(*(repetition(c.text) for c in group.completions), strict=True)
     return GroupMeta(
         visit=group.visit,
         worker=group.worker,
@@ -159,8 +166,19 @@ def describe_group(group: Group) -> GroupMeta:
         min_version=int(versions.min()),
         max_version=int(versions.max()),
         num_mixed=int(sum(c.mixed.sum() for c in group.completions)),
+        repeated_share=fmean(shares),
+        max_repeats=max(counts),
         time_s=group.time_s,
     )
+
+
+def repetition(text: str) -> tuple[float, int]:
+    """Of the runs of 20 words in a text, words being what whitespace parts: the share that are repeats of an earlier one, and how often
+    the most frequent one occurs. (0.0, 0) for a text of fewer words."""
+    words = text.split()
+    counts = Counter(zip(*(words[i:] for i in range(REPETITION_WORDS)), strict=False))
+    total = counts.total()
+    return ((total - len(counts)) / total, max(counts.values())) if total else (0.0, 0)
 
 
 def sampling_seed(run_seed: int, visit: Visit, index: int) -> int:

@@ -69,7 +69,7 @@ class World:
     async def generate(self, visit):
         version = self.version
         await asyncio.sleep(self.random.random() * 0.01)
-        meta = GroupMeta(visit, "w", 3, (2, 2), (2, 2), 0, version, self.version, 0, 0.0)
+        meta = GroupMeta(visit, "w", 3, (2, 2), (2, 2), 0, version, self.version, 0, 0.0, 0, 0.0)
         if visit not in self.cancelled:
             self.queue.put_nowait([Finished(meta, Address(None, 0))])
 
@@ -385,7 +385,7 @@ def test_more_groups_than_a_resumed_run_may_have_open_are_refused_with_both_numb
     kept = []
     for pick in ledger.pick(5):
         ledger.keep(pick.visit)
-        meta = GroupMeta(pick.visit, "w", 3, (2, 2), (2, 2), 0, 0, 0, 0, 0.0)
+        meta = GroupMeta(pick.visit, "w", 3, (2, 2), (2, 2), 0, 0, 0, 0, 0.0, 0, 0.0)
         kept.append(Kept(pick, Scored(meta, Address(None, 0), (score(1.0), score(0.0)))))
     state = LoopState(waiting=tuple(kept), judged=(), dropped={}, num_picked=0, budget=None)
     arguments = (ledger, (world,) * 5, SELECTIONS["zero_variance"], Waits())

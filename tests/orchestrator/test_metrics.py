@@ -14,7 +14,7 @@ from orchestrator.evaluation import choose_prompts, summarize
 from orchestrator.job import ShufflingScorer
 from orchestrator.metrics import num_with_signal, pass_at_k, pass_rate_histogram, step_metrics
 from orchestrator.stages import Address, Batch, Scored, StepOutcome
-from rollout.records import GroupMeta, Outcome, Prompt, Purpose, Score, Status, Visit, sampling_seed
+from rollout.records import GroupMeta, Outcome, Prompt, Purpose, Score, Status, Visit, repetition, sampling_seed
 
 
 def score(value, status=Status.OK):
@@ -22,8 +22,9 @@ def score(value, status=Status.OK):
     return Score(status, Outcome.NONE, value if ok else None, value if ok else None, {}, None, 0.0, "")
 
 
-def scored(prompt_id, *values, purpose=Purpose.TRAIN):
-    meta = GroupMeta(Visit(prompt_id, 0, purpose), "w", 3, (2,) * len(values), (2,) * len(values), 0, 0, 0, 0, 0.0)
+def scored(prompt_id, *values, purpose=Purpose.TRAIN, repeated=(0.0, 0)):
+    lengths = (2,) * len(values)
+    meta = GroupMeta(Visit(prompt_id, 0, purpose), "w", 3, lengths, lengths, 0, 0, 0, 0, *repeated, 0.0)
     return Scored(meta, Address(None, 0), tuple(v if isinstance(v, Score) else score(v) for v in values))
 
 
@@ -63,14 +64,19 @@ def test_the_histogram_tells_never_and_always_apart():
 
 
 def test_step_metrics_of_a_worked_step():
-    seen = (scored("a", 1.0, 0.0), scored("b", 0.0, 0.0), scored("c", 1.0, 1.0))
+    seen = (
+        scored("a", 1.0, 0.0, repeated=(0.25, 7)),
+        scored("b", 0.0, 0.0, repeated=(0.5, 3)),
+        scored("c", 1.0, 1.0),
+    )
     batch = Batch(step=1, version=0, groups=())
     outcome = StepOutcome(
         batch, seen, {"zero_variance_solved": 1, "zero_variance_unsolved": 1, "surplus": 2}, {"time/step_s": 0.5}
     )
     metrics = step_metrics(outcome, PROMPTS)
     assert metrics["reward/mean"] == 0.5
-    assert metrics["group/solve_none"] == metrics["group/solve_all"] == pytest.approx(1 / 3)
+    assert metrics["group/solve_none"] == metrics["group/solve_all"] == metrics["group/valid"] == pytest.approx(1 / 3)
+    assert (metrics["rep/ratio20"], metrics["rep/max_freq20"]) == (0.25, 7)
     assert metrics["pass_rate/easy"] == 0.5
     assert metrics["pass_rate/hard"] == 0.5
     assert num_with_signal(outcome) == 1, "a surplus group was never seen by selection"
@@ -126,3 +132,13 @@ def test_completions_are_shown_literally_or_escaped(text, shown):
     """B174, B176."""
     assert printable(text) == shown
     assert printable("x" * 10**6).endswith("(998000 more characters)")
+
+
+def test_repetition_counts_runs_of_twenty_words():
+    words = [f"w{n}" for n in range(30)]
+    assert repetition(" ".join(words)) == (0.0, 1), "eleven runs, all different"
+    assert repetition(" ".join(words[:19])) == (0.0, 0), "nineteen words hold no run"
+    assert repetition("") == (0.0, 0)
+    assert repetition("the\n" * 24) == (4 / 5, 5), "five runs, all the same"
+    # 30 words twice: 41 runs; those that begin at words 0 to 10 come again 30 words later.
+    assert repetition("  ".join(words + words)) == (11 / 41, 2)

@@ -217,7 +217,11 @@ def test_groups_come_as_each_finishes_and_completions_by_index(make: Callable[..
     assert groups[0].completions[1].text == "70 70 70 70"
     assert groups[0].worker == "worker-3"
     assert groups[0].time_s < groups[1].time_s < groups[2].time_s
-    assert describe_group(groups[0]).num_truncated == 1
+    meta = describe_group(groups[0])
+    assert meta.num_truncated == 1
+    assert (meta.repeated_share, meta.max_repeats) == (0.0, 0), "nine words hold no run of twenty"
+    repeated = describe_group(groups[1])  # 100 words, all alike: 81 runs of twenty
+    assert (repeated.repeated_share, repeated.max_repeats) == (80 / 81, 81)
 
 
 def test_at_most_max_running_completions_run_and_the_rest_wait(make: Callable[..., Bench]) -> None:
