@@ -8,6 +8,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from configs.functions import resolve_function
 from configs.schema import Config, OnSwap, Placement
 from learner.selection import SELECTIONS, Decision
 from orchestrator import material
+from orchestrator.alarms import Watch, feed
 from orchestrator.checkpoint import GROUPS, Checkpoint, Checkpoints, SaveFailed
 from orchestrator.console import View, evaluation_lines, make_view
 from orchestrator.errors import RunStopped
@@ -99,6 +101,7 @@ class Job:
             self._seconds.update(resumed.state["seconds_by_stage"])
             if resumed.state["evaluation_before"]:
                 self._evaluations[0] = Evaluation.from_json(resumed.state["evaluation_before"])
+        self._watch = Watch()
         self._loop: Loop | None = None
         self._turns: Turns | None = None  # where engines and learner have the same devices
         self._actors: list[Any] = []
@@ -295,6 +298,10 @@ class Job:
     def _warn(self, step: int, metrics: dict[str, float]) -> None:
         if metrics["time/loop_lag_s"] > LOOP_LAG_ALARM_S:
             self.event("loop_lag", step=step, lag_s=metrics["time/loop_lag_s"])
+        self._watch, alarms = feed(self._watch, metrics)
+        for alarm in alarms:
+            self.event("alarm", step=step, **asdict(alarm))
+            self.view.line(f"alarm: {alarm.text}: {alarm.advice} ({alarm.key})")
         if metrics.get("len/trunc_frac", 0.0) == 1.0 and step <= self._first_step + 2:
             self.view.line(
                 f"warning: every completion of step {step} ran into rollout.max_new_tokens={self.config.rollout.max_new_tokens}: "
