@@ -300,6 +300,15 @@ def _check_model_path(key: str, path: str, *, hub: bool) -> None:
         raise ConfigError(f"{key}: {path!r} is not a folder{names}")
 
 
+def _check_deadlines(config: Config) -> None:
+    receive_s, push_s = config.deadlines.receive_s, config.deadlines.push_s
+    if receive_s >= push_s:
+        raise ConfigError(
+            f"deadlines.receive_s={receive_s:g} is not below deadlines.push_s={push_s:g}: a push would end the run before a silent engine "
+            f"is replaced; deadlines.receive_s={push_s / 5:g} works, or deadlines.push_s={5 * receive_s:g}"
+        )
+
+
 _CHECKS: tuple[Callable[[Config], None], ...] = (
     _check_length,
     _check_batch,
@@ -309,4 +318,5 @@ _CHECKS: tuple[Callable[[Config], None], ...] = (
     _check_model,
     _check_data,
     _check_reward,
+    _check_deadlines,
 )

@@ -33,6 +33,7 @@ COMBINATIONS = {
     ("learner.reference=off",): ("algorithm.kl.kind=k3", [["learner.reference=frozen"], ["algorithm.kl.kind=off"]]),
     ("algorithm.kl.beta=0",): ("algorithm.kl.kind=k3", [["algorithm.kl.beta=0.001"], ["algorithm.kl.kind=off"]]),
     ("data.num_epochs=2",): ("steps=150", [["steps=null"]]),
+    ("deadlines.receive_s=300",): ("deadlines.push_s=300", [["deadlines.receive_s=60"], ["deadlines.push_s=1500"]]),
     ("steps=null",): ("data.num_epochs", [["steps=400"], ["data.num_epochs=1"]]),
     ("learner.optimizer.warmup_steps=10", "learner.optimizer.warmup_ratio=0.1"): (
         "learner.optimizer.warmup_ratio=0.1",
