@@ -40,7 +40,7 @@ from learner.samples import (
     tabulate,
 )
 from learner.spec import RolloutBatch
-from learner.weighting import Weights
+from learner.weighting import Weights, weight_metrics
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,9 +255,9 @@ def _metrics(
     metrics["eff/sample_frac"] = int(live.sum()) / len(samples) if samples else 0.0
     if not chosen:
         return metrics
-    advantage, weight = known.of_sample[list(chosen)].double(), known.weights.weight[list(chosen)].double()
+    advantage = known.of_sample[list(chosen)].double()
     metrics |= {"adv/mean": float(advantage.mean()), "adv/std": float(advantage.std(correction=0))}
-    metrics |= {"weight/std": float(weight.std(correction=0)), "weight/max": float(weight.max())}
+    metrics |= weight_metrics(known.table, known.weights.weight, known.of_sample, chosen)
     trained = torch.zeros(len(samples), dtype=torch.bool)
     trained[list(chosen)] = True
     of_trained = trained[known.owner]

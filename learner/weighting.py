@@ -9,7 +9,7 @@ mini-batches. So a constant factor on all weights does nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -239,6 +239,27 @@ def length(samples: Samples, advantage: Tensor, *, power: float = 1.0, w_min: fl
     tokens = samples.need("num_tokens").double()
     counted = samples.valid & (tokens > 0)
     return ((tokens[counted].mean() / tokens.clamp(min=1)) ** power).clamp(w_min, w_max).nan_to_num(1.0)
+
+
+def weight_metrics(samples: Samples, weight: Tensor, advantage: Tensor, chosen: Sequence[int]) -> dict[str, float]:
+    """What the weights, [S], did to the ``chosen`` samples, which are valid and at least one.
+
+    ``weight/corr_pass_rate`` is the correlation with the pass rate p of the sample's group, 0 where either is constant.
+    ``weight/share_pass_low``, ``_mid`` and ``_high`` are the shares of the sum of W |A| with p up to 1/4, between, and from 3/4.
+    """
+    groups = Groups(samples.group[samples.valid])
+    passed = groups.mean((samples.need("accuracy")[samples.valid] >= 0.5).double())[groups.place]
+    rate = torch.zeros(len(samples.values), dtype=torch.float64).masked_scatter(samples.valid, passed)[list(chosen)]
+    weight, size = weight[list(chosen)].double(), advantage[list(chosen)].double().abs()
+    spread, both = weight.std(correction=0), (weight - weight.mean()) * (rate - rate.mean())
+    scale = float(spread * rate.std(correction=0))
+    metrics = {"weight/std": float(spread), "weight/max": float(weight.max())}
+    metrics["weight/corr_pass_rate"] = float(both.mean()) / scale if scale > 1e-12 else 0.0
+    pull = weight * size
+    if pull.sum() > 0:
+        bands = {"low": rate <= 0.25, "mid": (rate > 0.25) & (rate < 0.75), "high": rate >= 0.75}
+        metrics |= {f"weight/share_pass_{name}": float(pull[band].sum() / pull.sum()) for name, band in bands.items()}
+    return metrics
 
 
 WEIGHTINGS: dict[str, Callable[..., Any]] = {

@@ -25,6 +25,7 @@ from learner.weighting import (
     pods,
     sign,
     weigh_samples,
+    weight_metrics,
 )
 
 pytestmark = pytest.mark.timeout(60)
@@ -295,3 +296,27 @@ def test_values_out_of_range_are_named(name, params, words):
     samples = make_samples([[1.0, 0.0]])
     with pytest.raises(ValueError, match=words):
         weigh_samples(WEIGHTINGS[name], samples, grpo(samples), params)
+
+
+def test_metrics_tell_how_weights_go_with_pass_rates():
+    """Pass rates 1/4, 1/2, 3/4; sums of |A| 1.5, 2, 1.5, which the weights 1, 2, 3 make 1.5, 4, 4.5 of 10."""
+    samples = make_samples([[1.0, 0.0, 0.0, 0.0, None], [1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]])
+    weight = torch.tensor([1.0] * 4 + [99.0] + [2.0] * 4 + [3.0] * 4)
+    advantage = torch.tensor([0.75, -0.25, -0.25, -0.25, 0.0, 0.5, 0.5, -0.5, -0.5, 0.25, 0.25, 0.25, -0.75])
+    chosen = [0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert weight_metrics(samples, weight, advantage, chosen) == {
+        "weight/std": pytest.approx(math.sqrt(2 / 3)),
+        "weight/max": 3.0,
+        "weight/corr_pass_rate": pytest.approx(1.0),
+        "weight/share_pass_low": pytest.approx(0.15),
+        "weight/share_pass_mid": pytest.approx(0.4),
+        "weight/share_pass_high": pytest.approx(0.45),
+    }
+    same = weight_metrics(samples, torch.ones(13), torch.zeros(13), chosen)
+    assert same == {"weight/std": 0.0, "weight/max": 1.0, "weight/corr_pass_rate": 0.0}, "no advantage, no shares"
+    # Weights 1, 3, 1, 1 at pass rates 1/2, 1/2, 1, 1: covariance -0.125, deviations sqrt(0.75) and 0.25.
+    pair = make_samples([[1.0, 0.0], [1.0, 1.0]])
+    metrics = weight_metrics(pair, torch.tensor([1.0, 3.0, 1.0, 1.0]), torch.tensor([0.5, -0.5, 0.0, 0.0]), range(4))
+    assert metrics["weight/corr_pass_rate"] == pytest.approx(-1 / math.sqrt(3))
+    # Without the second sample the group keeps its pass rate: it was judged, if not trained on.
+    assert weight_metrics(pair, torch.ones(4), torch.tensor([0.5, -0.5, 0.0, 0.0]), [0, 2])["weight/share_pass_mid"] == 1.0
