@@ -22,6 +22,7 @@ from configs.schema import Dtype, LearnerConfig, Optimizer, OptimizerConfig, Sch
 from learner.aside import Aside
 
 _MOMENTS = {Optimizer.adamw: ("exp_avg", "exp_avg_sq"), Optimizer.sgd: ()}
+REDUCE_ELEMENTS = 500_000_000  # DeepSpeed's default size of the buffer that reduces gradients
 _COUNTERS = ("num_steps", "num_skipped", "num_skipped_in_a_row")
 
 
@@ -88,7 +89,7 @@ class DeepSpeedEngine:
             model=module,
             optimizer=self._optimizer,
             model_parameters=parameters,
-            config=_deepspeed_config(config, dtype, world_size),
+            config=_deepspeed_config(config, dtype, world_size, module),
             dist_init_required=False,
         )
         self.device = torch.device(self._engine.device)
@@ -287,7 +288,7 @@ def frozen_forward(module: nn.Module, config: LearnerConfig, dtype: Dtype, *, wo
     with the parts in main memory, fetched layer by layer for a forward: all ranks then make the same forwards."""
     if config.zero_stage < 3:
         return module.to(deepspeed.get_accelerator().current_device_name())
-    settings = _deepspeed_config(config, dtype, world_size)
+    settings = _deepspeed_config(config, dtype, world_size, module)
     if torch.cuda.is_available():
         settings["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
     engine, *_ = deepspeed.initialize(model=module, config=settings, dist_init_required=False)
@@ -330,13 +331,16 @@ def _make_optimizer(config: OptimizerConfig, parameters: list[nn.Parameter]) -> 
     )
 
 
-def _deepspeed_config(config: LearnerConfig, dtype: Dtype, world_size: int) -> dict[str, Any]:
+def _deepspeed_config(config: LearnerConfig, dtype: Dtype, world_size: int, module: nn.Module) -> dict[str, Any]:
+    # The buffer that reduces gradients is made whole: for a small model never larger than the model. The default, 2 GB a buffer, is
+    # only address space until it is written, but a process with a few of them can no longer be forked.
+    bucket = min(REDUCE_ELEMENTS, sum(parameter.numel() for parameter in module.parameters()))
     return {
         "train_micro_batch_size_per_gpu": 1,  # nominal: our micro-batches are cut by tokens
         "gradient_accumulation_steps": 1,
         "train_batch_size": world_size,
         "gradient_clipping": config.optimizer.max_grad_norm if config.zero_stage > 0 else 0.0,
-        "zero_optimization": {"stage": config.zero_stage, "overlap_comm": False},
+        "zero_optimization": {"stage": config.zero_stage, "overlap_comm": False, "reduce_bucket_size": bucket},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": dtype is Dtype.bfloat16},

@@ -12,7 +12,7 @@ from configs.schema import Attention, BatchConfig, Config, Dtype, KlKind, Learne
 from orchestrator.shapes import Shape
 
 MIB, GIB = 2**20, 2**30
-REDUCE_ELEMENTS = 500_000_000  # DeepSpeed's reduce_bucket_size, allocated whole
+REDUCE_ELEMENTS = 500_000_000  # DeepSpeed's reduce_bucket_size, allocated whole; of a smaller model as many as it has
 LIVE_ELEMENTS = 1_000_000_000  # ZeRO-3: parameters kept gathered at once (max_live_parameters), and elements stepped at once
 RUNTIME_BYTES = {True: 2 * GIB, False: 1 * GIB}  # on a GPU: context, communicators, allocator slack; on CPU: the process itself
 PREFILL_TOKENS = 8192  # rollout/vllm_in_process.py: least tokens of one prefill step
@@ -98,7 +98,7 @@ def learner_use(shape: Shape, config: Config, *, gpu: bool) -> Use:
     if learner.zero_stage > 0:  # also of float32 weights: DeepSpeed steps on a copy
         items.append(Item("master weights", 4 * part, False))
     items.append(Item("moments", 8 * stepped if learner.optimizer.name is Optimizer.adamw else 0, False))
-    items += _gradients(shape, learner, width, part, gpu=gpu)
+    items += _gradients(shape, learner, width, part)
     tokens = micro_batch_tokens(config)
     items.append(Item("activations", activation_bytes(shape, config, tokens), True))
     rows = min(learner.head_chunk_rows, tokens)
@@ -110,11 +110,11 @@ def learner_use(shape: Shape, config: Config, *, gpu: bool) -> Use:
     return Use(tuple(items))
 
 
-def _gradients(shape: Shape, learner: LearnerConfig, width: int, part: int, *, gpu: bool) -> list[Item]:
+def _gradients(shape: Shape, learner: LearnerConfig, width: int, part: int) -> list[Item]:
     """Gradients at their peak, and DeepSpeed's buffers that reduce them over ranks."""
     num, stage = shape.num_parameters, learner.zero_stage
-    reduced = REDUCE_ELEMENTS if gpu else min(num, REDUCE_ELEMENTS)  # on CPU only what is written takes memory
-    flat = 4 * min(num, REDUCE_ELEMENTS) if learner.num_ranks > 1 else 0
+    reduced = min(num, REDUCE_ELEMENTS)
+    flat = 4 * reduced if learner.num_ranks > 1 else 0
     if stage == 0:
         gradients, buffers = 4 * num, flat
     elif stage == 1 and width == 2:  # float32 sums whole, beside bfloat16 gradients whole until the backward ends
