@@ -22,7 +22,8 @@ assert configs.compose.__file__.startswith(sys.argv[1]), configs.compose.__file_
 assert rewards.__file__.startswith(sys.argv[1]), rewards.__file__
 needs = {"jsonl": ["data.sources.main.path=p.jsonl"], "parquet": ["data.sources.main.path=p.jsonl"],
          "datasets": ["data.sources.main.path=owner/name"], "reasoning_gym": ["data.sources.main.params.task=gcd"],
-         "pretrained": ["model.path=owner/name"]}
+         "pretrained": ["model.path=owner/name"], "bypass": ["algorithm=grpo"],
+         "replay": ["rollout.source_run=run"]}
 for group, names in configs.compose.shipped_files().items():
     for name in names:
         configs.compose.load_config([f"{group}={name}", *needs.get(name, [])])

@@ -63,10 +63,10 @@ def _ignore_signals(_):
     time.sleep(3600)
 
 
-def _note(path):
-    """Append our process id, so that a test can look for us."""
+def _note(path, pid=None):
+    """Append our process id, or a child's, so that a test can look for it."""
     with open(path, "a") as file:
-        file.write(f"{os.getpid()}\n")
+        file.write(f"{pid or os.getpid()}\n")
 
 
 def _family(path):
@@ -87,9 +87,10 @@ def _fork_and_return(path):
 
 
 def _fork_and_die(path):
-    if os.fork() == 0:
-        _note(path)
+    child = os.fork()
+    if child == 0:
         time.sleep(3600)
+    _note(path, child)  # not the child itself: it may be ended before it gets so far
     os._exit(7)
 
 

@@ -524,13 +524,22 @@ def test_an_engine_with_completions_to_make_does_not_sleep_until_they_are_cancel
     bench = make(gate=True, max_running=2)
     bench.engine.submit([ask(0, [9, 9, 9])])
     assert bench.stepper.in_step.wait(20)
-    bench.stepper.gate.release(1)
     with ThreadPoolExecutor(1) as pool:
         asleep = pool.submit(bench.engine.sleep)
-        bench.stepper.gate.release(2)
+        _until_asked(bench.engine)
+        bench.stepper.gate.release(1)
         with pytest.raises(ValueError, match=r"has 3 completions to make and cannot sleep: cancel them first"):
             asleep.result(20)
         gone = pool.submit(bench.engine.cancel, [Visit("prompt-0", 0, Purpose.TRAIN)])
-        bench.stepper.gate.release(2)
+        _until_asked(bench.engine)
+        bench.stepper.gate.release(1)
         gone.result(20)
     assert bench.engine.sleep().freed_bytes == 4096
+
+
+def _until_asked(engine: SteppingEngine) -> None:
+    """Until a caller's command waits for the step in hand: a step let go before that would not be followed by the command."""
+    end = time.monotonic() + 20
+    while not engine._commands:
+        assert time.monotonic() < end
+        time.sleep(0.001)
