@@ -112,7 +112,7 @@ class SharedLauncher(launch.Launcher):
         super().__init__(config, stuff)
         self.machine = machine
 
-    async def reserve(self, *, with_ranks):
+    async def reserve(self, *, with_ranks, with_engines=True):
         """Only for actors that this machine lacks."""
         machine, config = self.machine, self._config
         missing = range(len(machine.workers), config.rollout.num_workers)
