@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rewards.contract import InvalidItem
-from rewards.verifiers import exact_integer
+from rewards.exact import exact_integer
 from rollout.records import Outcome
 
 MINUS = "\N{MINUS SIGN}"
