@@ -12,6 +12,7 @@ import sys
 import traceback
 import types
 from collections.abc import Callable, Collection, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -20,30 +21,39 @@ from configs.errors import ConfigError, did_you_mean
 _KINDS = {float: "a number", int: "a whole number", bool: "a bool (true or false)", str: "a text"}
 
 
-def resolve_function(name: str, table: Mapping[str, Callable[..., Any]], kind: str) -> Callable[..., Any]:
+def resolve_function(
+    name: str, table: Mapping[str, Callable[..., Any] | str], kind: str, *, entry_points: str = ""
+) -> Callable[..., Any]:
     """The function that ``name`` stands for.
 
     Args:
-        name: a key of ``table``; a dotted path, importable where this runs; or ``file.py:function``, relative to the working
-            directory. A file is run once a process, under a module name of its own, so functions of one file share its state.
-        table: the names that ship.
+        name: a key of ``table``; a name that an installed package offers; a dotted path, importable where this runs; or
+            ``file.py:function``, relative to the working directory. A file is run once a process, under a module name of its
+            own, so functions of one file share its state.
+        table: the names that ship, with the function or its dotted path, which is then imported here and no earlier.
         kind: what is chosen, for the message: a configuration key such as ``algorithm``, or a word such as "surrogate".
+        entry_points: the group under which packages offer functions; without one, none are looked for.
 
     Raises:
         ConfigError: naming ``kind`` and ``name``, and the nearest name, the missing file, or the error in the user's file.
     """
-    if name in table:
-        return table[name]
-    path, colon, attribute = name.rpartition(":")
+    found = table.get(name)
+    if callable(found):
+        return found
+    offered = _offered(entry_points) if entry_points and found is None else {}
+    if name in offered:
+        return _load(offered[name], f"{kind}: {name!r}")
+    path, colon, attribute = (found or name).rpartition(":")
     if colon:
         module = _file_module(Path(path).expanduser(), f"{kind}: {name!r}")
-    elif "." in name:
-        path, _, attribute = name.rpartition(".")
+    elif "." in (found or name):
+        path, _, attribute = (found or name).rpartition(".")
         module = _module(path, f"{kind}: {name!r}")
     else:
+        names = sorted({*table, *offered})
         raise ConfigError(
-            f"{kind}: there is no {name!r}; there are {', '.join(sorted(table))}; your own is a dotted path or file.py:function"
-            + did_you_mean(name, table)
+            f"{kind}: there is no {name!r}; there are {', '.join(names)}; your own is a dotted path or file.py:function"
+            + did_you_mean(name, names)
         )
     function = getattr(module, attribute, None)
     if not callable(function):
@@ -128,6 +138,22 @@ def _hints(function: Callable[..., Any]) -> Mapping[str, Any]:
         return get_type_hints(target)
     except (NameError, TypeError, AttributeError):  # annotations of a user's function that only a type checker can read
         return {}
+
+
+def _offered(group: str) -> dict[str, metadata.EntryPoint]:
+    """The functions that installed packages offer under ``group``, by name."""
+    return {entry.name: entry for entry in metadata.entry_points(group=group)}
+
+
+def _load(entry: metadata.EntryPoint, where: str) -> Callable[..., Any]:
+    package = entry.dist.name if entry.dist else "a package"
+    try:
+        function = entry.load()
+    except Exception as error:  # the package's module may raise anything while it runs
+        raise ConfigError(f"{where}: {package} offers {entry.value}, which fails: {_where_it_failed(error)}") from error
+    if not callable(function):
+        raise ConfigError(f"{where}: {package} offers {entry.value}, which is not a function")
+    return function
 
 
 def _module(path: str, where: str) -> types.ModuleType:

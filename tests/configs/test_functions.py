@@ -134,3 +134,35 @@ def test_required_and_given_parameters():
     check_params(open_ended, {"anything": 1}, "selection.params")
     with pytest.raises(ConfigError, match="factor: 'x' is not a number"):
         check_params(open_ended, {"factor": "x"}, "selection.params")
+
+
+def test_a_dotted_path_in_the_table_is_imported_when_it_is_asked_for():
+    assert resolve_function("ship", {"ship": "pickle.dumps", "broken": "no_such_package_x.f"}, "reward") is pickle.dumps
+
+
+def test_a_package_offers_functions_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    info = tmp_path / "mine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[limen.tests]\nrude = mine_module:rude\nfails = mine_broken:f\nnumber = mine_module:number\n"
+    )
+    (tmp_path / "mine_module.py").write_text("def rude(completion):\n    return 0.25\nnumber = 3\n")
+    (tmp_path / "mine_broken.py").write_text("x = 1\ny = 1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def resolve(name: str):
+        return resolve_function(name, TABLE, "reward.parts.x.function", entry_points="limen.tests")
+
+    assert resolve("rude")("text") == 0.25
+    assert resolve("scale") is scale
+    with pytest.raises(ConfigError, match=r"there is no 'rud'; there are fails, number, rude, scale; .* did you mean 'rude'\?"):
+        resolve("rud")
+    with pytest.raises(
+        ConfigError, match=r"'fails': mine offers mine_broken:f, which fails: .*mine_broken.py, line 2: ZeroDivisionError"
+    ):
+        resolve("fails")
+    with pytest.raises(ConfigError, match=r"'number': mine offers mine_module:number, which is not a function"):
+        resolve("number")
+    with pytest.raises(ConfigError, match=r"there is no 'rude'; there are scale;"):
+        resolve_function("rude", TABLE, "weighting")
