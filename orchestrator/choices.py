@@ -23,8 +23,7 @@ from learner.selection import SELECTIONS
 from learner.surrogates import SURROGATES, is_ratio_based
 from learner.token_weights import TOKEN_WEIGHTINGS
 from learner.weighting import WEIGHTINGS, weigh_samples
-from rewards.contract import GIVEN, bind_verifier
-from rewards.verifiers import VERIFIERS
+from rewards.verifiers import load_verifier
 
 
 def check_functions(config: Config) -> None:
@@ -36,10 +35,7 @@ def check_functions(config: Config) -> None:
     _chosen("selection", config.selection.name, config.selection.params, SELECTIONS)
     correction = _chosen("correction", config.correction.name, config.correction.params, CORRECTIONS)
     for name, part in config.reward.parts.items():
-        key = f"reward.parts.{name}"
-        function = resolve_function(part.function, VERIFIERS, f"{key}.function")
-        check_params(function, part.params, f"{key}.params", GIVEN)
-        bind_verifier(part.function, function, part.params, key)
+        load_verifier(name, part)
     facts = Facts(
         ratio_based=is_ratio_based(surrogate), group_relative=is_group_relative(advantage), per_token=is_per_token(advantage)
     )

@@ -2,6 +2,23 @@
 
 from __future__ import annotations
 
+from configs.functions import check_params, resolve_function
+from configs.schema import RewardPart
+from rewards.contract import GIVEN, Verifier, bind_verifier
+
 VERIFIERS: dict[str, str] = {
     "exact_integer": "rewards.exact.exact_integer",
 }
+
+ENTRY_POINTS = "limen.verifiers"  # the group under which installed packages offer verifiers of their own
+
+
+def load_verifier(name: str, part: RewardPart) -> Verifier:
+    """The verifier of ``reward.parts.NAME``: one that ships, one that a package offers, a dotted path or ``file.py:function``.
+
+    Raises ConfigError naming the key where there is no such function or its parameters do not fit.
+    """
+    key = f"reward.parts.{name}"
+    function = resolve_function(part.function, VERIFIERS, f"{key}.function", entry_points=ENTRY_POINTS)
+    check_params(function, part.params, f"{key}.params", GIVEN)
+    return bind_verifier(part.function, function, part.params, key)

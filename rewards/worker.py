@@ -28,11 +28,10 @@ from operator import attrgetter
 from typing import Any
 
 from configs.errors import ConfigError
-from configs.functions import check_params, resolve_function
 from configs.schema import RewardPart
 from rewards.compose import applicable, compose
-from rewards.contract import GIVEN, RewardError, RewardItem, Verifier, bind_verifier, describe, failed, judge
-from rewards.verifiers import VERIFIERS
+from rewards.contract import RewardError, RewardItem, Verifier, describe, failed, judge
+from rewards.verifiers import load_verifier
 from rollout.records import Outcome, Score, Status
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -109,9 +108,7 @@ def read_score(values: Sequence[Any]) -> Score:
 def _load(name: str, part: RewardPart) -> Verifier:
     key = f"reward.parts.{name}"
     try:
-        function = resolve_function(part.function, VERIFIERS, f"{key}.function")
-        check_params(function, part.params, f"{key}.params", GIVEN)
-        return bind_verifier(part.function, function, part.params, key)
+        return load_verifier(name, part)
     except ConfigError:
         raise
     except BaseException as error:  # a user's module may raise anything while it is imported, SystemExit included
