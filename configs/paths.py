@@ -18,6 +18,7 @@ def make_absolute(config: Config) -> None:
     config.run_dir = _path(config.run_dir)
     config.resume = _path(config.resume)
     config.checkpoint_dir = _path(config.checkpoint_dir)
+    config.input, config.output = (None if path == "-" else _path(path) for path in (config.input, config.output))
     config.rollout.source_run = _path(config.rollout.source_run)
     config.model.path = _path_or_name(config.model.path)
     config.model.warm_start_file = _path(config.model.warm_start_file)

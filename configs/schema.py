@@ -439,6 +439,8 @@ class Config:
     checkpoint_dir: str | None = knob(
         None, "checkpoint or model folder that `eval` and `sample` use; without one, the base model"
     )
+    input: str | None = knob(None, "JSON lines that `limen score` reads; without one, or with `-`, standard input")
+    output: str | None = knob(None, "new file that `limen score` writes; without one, or with `-`, standard output")
     allow_inert: bool = knob(False, "allow a ratio-based algorithm with one optimizer step a batch, where it does nothing")
     shuffle_rewards: bool = knob(False, "shuffle scores within each group: a control that must not learn")
     model: ModelConfig = knob(ModelConfig, "the policy")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console as Terminal
 from rich.console import Group, RenderableType
@@ -15,7 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from configs.schema import Console
-from orchestrator.evaluation import Evaluation
+
+if TYPE_CHECKING:  # it brings Ray, which `limen score` prints without
+    from orchestrator.evaluation import Evaluation
 
 
 class View(Protocol):
