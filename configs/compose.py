@@ -207,7 +207,7 @@ def _refuse_redacted(value: Any, key: str) -> None:
 
 def _redact(value: Any, *, secret: bool = False) -> Any:
     if isinstance(value, Mapping):
-        return {name: _redact(item, secret=secret or _names_secret(str(name))) for name, item in value.items()}
+        return {name: _redact(item, secret=secret or _is_secret(str(name), item)) for name, item in value.items()}
     if isinstance(value, list):
         return [_redact(item, secret=secret) for item in value]
     if not isinstance(value, str):
@@ -215,11 +215,18 @@ def _redact(value: Any, *, secret: bool = False) -> Any:
     return REDACTED if secret else _URL_LOGIN.sub(rf"\1{REDACTED}@", value)
 
 
+def _is_secret(name: str, value: Any) -> bool:
+    # `api_key_env: OPENAI_API_KEY` tells where the secret is, and a resumed run must find it there again. A secret that stands there
+    # by mistake does not look like the name of a variable.
+    names_variable = name.endswith("_env") and isinstance(value, str) and re.fullmatch(r"[A-Z][A-Z0-9_]*", value)
+    return _names_secret(name) and not names_variable
+
+
 def _names_secret(name: str) -> bool:
     """Whether a word of the key names a secret: ``api_key`` and ``Authorization`` do, ``max_new_tokens`` and the schema's own keys,
-    such as ``token_weighting``, do not."""
+    such as ``token_weighting``, do not, unless they name where a secret is."""
     words = re.split(r"[^a-z]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower())
-    return bool(_SECRET_WORDS & set(words)) and name not in _OWN_KEYS
+    return bool(_SECRET_WORDS & set(words)) and (name not in _OWN_KEYS or name.endswith("_env"))
 
 
 def _first_line(error: Exception) -> str:

@@ -309,6 +309,8 @@ def test_secrets_are_hidden_and_nothing_else(tmp_path: Path):
             f"+{part}.accessToken=[sentinel456]",
             f"+{part}.url='\"https://me:sentinel456@host/x\"'".replace("'", ""),
             f"+{part}.monkey=banana",
+            f"+{part}.api_key_env=JUDGE_KEY",
+            f"+{part}.token_env=sentinel456",  # the secret itself, where its variable should be named
         ]
     )
     shown = dump_config(config, redact=True)
@@ -316,11 +318,13 @@ def test_secrets_are_hidden_and_nothing_else(tmp_path: Path):
     params = yaml.safe_load(shown)["reward"]["parts"]["exact_integer"]["params"]
     assert params["api_key"] == REDACTED
     assert params["monkey"] == "banana"
+    assert params["api_key_env"] == "JUDGE_KEY"
+    assert params["token_env"] == REDACTED
     assert params["headers"]["accept"] == "json"
     assert params["url"] == f"https://{REDACTED}@host/x"
     assert "max_new_tokens: 6\n" in shown  # the words of the schema are no secrets
     assert yaml.safe_load(shown)["token_weighting"] == {"name": "none", "params": {}}
-    assert dump_config(config, redact=False).count("sentinel456") == 4
+    assert dump_config(config, redact=False).count("sentinel456") == 5
     # A resumed run does not send the placeholder to anybody: it asks for the secret again.
     (tmp_path / "config.yaml").write_text(shown)
     assert error_of(f"resume={tmp_path}").startswith(f"{part}.api_key: was redacted when the run was stored; give it again")
