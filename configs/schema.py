@@ -95,6 +95,12 @@ class Schedule(Enum):
     cosine = "cosine"
 
 
+class Combine(Enum):
+    sum = "sum"
+    min = "min"
+    product = "product"
+
+
 class Optimizer(Enum):
     adamw = "adamw"
     sgd = "sgd"
@@ -335,19 +341,59 @@ class Choice:
 class RewardPart:
     function: str = knob("exact_integer", "a verifier's name, a dotted path, or `file.py:function`")
     params: dict[str, Any] = knob({}, "keyword parameters of the verifier")
-    weight: float = knob(1.0, "factor of its value in the sum that trains")
-    accuracy: bool = knob(True, "whether its accuracy counts in the one that filters (mean over the parts that count)")
+    weight: float = knob(
+        1.0, "factor of its value in the value that trains; 0 leaves it out: it gates, filters or is logged only"
+    )
+    accuracy: bool = knob(True, "whether its accuracy counts in the one that filters")
+    sources: list[str] = knob([], "data sources whose completions it judges; empty is all")
+    needs: str | None = knob(
+        None, "another part as a gate: where its accuracy is below 0.5 this one is not called and has value 0 and accuracy 0"
+    )
+    clip_min: float | None = knob(None, "lower bound of its own value, before the weight")
+    clip_max: float | None = knob(None, "upper bound of its own value, before the weight")
+    timeout_s: float | None = knob(None, "deadline of one of its calls; without one, reward.timeout_s")
+    num_processes: int | None = knob(None, "processes of its own on each node; without any it shares reward.num_workers")
+    memory_gib: float | None = knob(None, "address space of one of its own processes, in GiB; without one, reward.memory_gib")
+    concurrency: int = knob(1, "calls of an async verifier under way at once in one of its own processes")
+    batch_size: int = knob(32, "most completions in one call of a batch verifier")
+    confined: bool = knob(
+        False,
+        "once loaded, its own processes give up the network, writing files and starting processes: for verifiers that run answers",
+    )
+    on_error: str = knob(
+        "drop_sample", "drop_sample, drop_group, zero, fail, retry(N) or retry(N, one of these): the verifier failed"
+    )
+    on_timeout: str = knob("drop_sample", "the same where a call passed its deadline")
+    on_invalid: str = knob("drop_sample", "the same where the reference answer is unusable")
+    on_abstain: str = knob("drop_sample", "the same where the verifier declined to judge")
 
 
 @dataclass
 class RewardConfig:
-    parts: dict[str, RewardPart] = knob({}, "reward parts by name; the value that trains is their weighted sum")
-    num_workers: int = knob(1, "verifier processes a node")
-    timeout_s: float = knob(10.0, "deadline of one completion; the clock starts when work on it starts")
+    parts: dict[str, RewardPart] = knob({}, "reward parts by name")
+    combine: Combine = knob(Combine.sum, "the parts' weighted values become one by their sum, the smallest, or their product")
+    clip_min: float | None = knob(None, "lower bound of the combined value")
+    clip_max: float | None = knob(None, "upper bound of the combined value")
+    num_workers: int = knob(1, "verifier processes a node, shared by the parts without processes of their own")
+    timeout_s: float = knob(10.0, "deadline of one call of a verifier; the clock starts when the call starts")
     memory_gib: float | None = knob(
         None, "address space of one verifier process, in GiB; what asks for more fails; without one, no limit"
     )
+    items_per_process: int | None = knob(None, "a verifier process is replaced after so many completions; without one, never")
     max_failed_share: float = knob(0.5, "share of a step's completions whose verifier may fail before the run stops")
+
+
+@dataclass
+class ServeConfig:
+    """`limen serve-reward`."""
+
+    host: str = knob("127.0.0.1", "address to listen on; one that other machines can reach needs serve.token_env")
+    port: int = knob(8400, "port to listen on; 0 takes a free one, which the first line of output names")
+    token_env: str | None = knob(
+        None, "environment variable that holds the token callers must send; without one, none is asked for"
+    )
+    max_body_mib: float = knob(32.0, "largest request, in MiB")
+    max_requests: int = knob(32, "requests under way at once; further ones are told to come back (503)")
 
 
 @dataclass
@@ -455,6 +501,7 @@ class Config:
     token_weighting: Choice = knob(Choice, "token weights")
     correction: Choice = knob(Choice, "engine and learner mismatch")
     reward: RewardConfig = knob(RewardConfig, "verifiers")
+    serve: ServeConfig = knob(ServeConfig, "`limen serve-reward`")
     evaluation: EvaluationConfig = knob(EvaluationConfig, "held-out prompts")
     sample: SampleConfig = knob(SampleConfig, "`limen sample`")
     checkpoint: CheckpointConfig = knob(CheckpointConfig, "checkpoints")

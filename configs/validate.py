@@ -7,15 +7,16 @@ orchestrator/choices.py: this package imports nothing above it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from configs.build import schema_keys
 from configs.errors import ConfigError, did_you_mean
 from configs.paths import BUILT_IN
+from configs.policies import parse_policy
 from configs.refusals import check_combinations
-from configs.schema import Config, Dtype, LastBatch, Placement, SourceKind, Transport
+from configs.schema import Config, Dtype, LastBatch, Placement, RewardConfig, RewardPart, SourceKind, Transport
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -92,6 +93,15 @@ _BOUNDS: dict[str, tuple[float, bool, float | None]] = {
     "reward.timeout_s": _ABOVE_0,
     "reward.memory_gib": _ABOVE_0,
     "reward.max_failed_share": _SHARE,
+    "reward.items_per_process": _FROM_1,
+    "reward.parts.NAME.timeout_s": _ABOVE_0,
+    "reward.parts.NAME.num_processes": _FROM_1,
+    "reward.parts.NAME.memory_gib": _ABOVE_0,
+    "reward.parts.NAME.concurrency": _FROM_1,
+    "reward.parts.NAME.batch_size": _FROM_1,
+    "serve.port": (0.0, True, 65535.0),
+    "serve.max_body_mib": _ABOVE_0,
+    "serve.max_requests": _FROM_1,
     "evaluation.every": _FROM_0,
     "evaluation.num_samples": _FROM_1,
     "evaluation.max_prompts_per_stratum": _FROM_1,
@@ -121,15 +131,23 @@ def check_values(config: Config, *, combinations: bool = True) -> None:
         check_combinations(config)
 
 
-def _check_bounds(config: Config, key: str, low: float, inclusive: bool, high: float | None) -> None:
-    value: Any = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    if value is None:
-        return
-    if value < low or (value == low and not inclusive) or (high is not None and value > high):
-        bound = f"{low:g} or more" if inclusive else f"above {low:g}"
-        raise ConfigError(f"{key}: {value} must be {bound}" + (f", at most {high:g}" if high is not None else ""))
+def _check_bounds(config: Config, bounded: str, low: float, inclusive: bool, high: float | None) -> None:
+    for key, value in _values(config, "", bounded.split(".")):
+        if value < low or (value == low and not inclusive) or (high is not None and value > high):
+            bound = f"{low:g} or more" if inclusive else f"above {low:g}"
+            raise ConfigError(f"{key}: {value} must be {bound}" + (f", at most {high:g}" if high is not None else ""))
+
+
+def _values(value: Any, key: str, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """What stands under a dotted key and is set; ``NAME`` in it is every name of a map."""
+    if not names:
+        if value is not None:
+            yield key.removeprefix("."), value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _values(item, f"{key}.{name}", names[1:])
+    else:
+        yield from _values(getattr(value, names[0]), f"{key}.{names[0]}", names[1:])
 
 
 def _check_length(config: Config) -> None:
@@ -284,6 +302,45 @@ def _check_reward(config: Config) -> None:
         raise ConfigError(f"reward.parts: no part counts for accuracy; reward.parts.{next(iter(parts))}.accuracy=true works")
     if all(part.weight == 0 for part in parts.values()):
         raise ConfigError(f"reward.parts: every weight is 0; reward.parts.{next(iter(parts))}.weight=1 works")
+    _check_clip("reward", config.reward)
+    for name, part in parts.items():
+        key = f"reward.parts.{name}"
+        _check_clip(key, part)
+        _check_gate(key, name, parts)
+        for policy in ("on_error", "on_timeout", "on_invalid", "on_abstain"):
+            parse_policy(getattr(part, policy), f"{key}.{policy}")
+        if part.num_processes is None:
+            for own in ("memory_gib", "concurrency", "confined"):
+                if getattr(part, own) != getattr(RewardPart(), own):
+                    raise ConfigError(f"{key}.{own}: is about processes of its own; {key}.num_processes=1 works")
+
+
+def _check_clip(key: str, bounded: RewardPart | RewardConfig) -> None:
+    low, high = bounded.clip_min, bounded.clip_max
+    if low is not None and high is not None and low > high:
+        raise ConfigError(f"{key}.clip_min={low:g} is above {key}.clip_max={high:g}; {key}.clip_min={high:g} works")
+
+
+def _check_gate(key: str, name: str, parts: Mapping[str, RewardPart]) -> None:
+    passed, gate = [name], parts[name].needs
+    while gate is not None:
+        if gate not in parts:
+            named = f"reward.parts.{passed[-1]}.needs"
+            raise ConfigError(
+                f"{named}: there is no reward.parts.{gate}; there are {', '.join(sorted(parts))}{did_you_mean(gate, parts)}"
+            )
+        if gate in passed:
+            raise ConfigError(
+                f"{key}.needs: {' needs '.join([*passed, gate])}, so that none can be first; {key}.needs=null works"
+            )
+        passed, gate = [*passed, gate], parts[gate].needs
+    judged, gated = parts[name], parts[name].needs
+    if gated is not None and parts[gated].sources and not set(judged.sources or ["any"]) <= set(parts[gated].sources):
+        listed = ", ".join(parts[gated].sources)
+        raise ConfigError(
+            f"{key}.needs={gated}: reward.parts.{gated} judges the sources {listed} alone, and this part others too; "
+            f"{key}.sources=[{listed}] works"
+        )
 
 
 def _check_file(key: str, path: str) -> None:

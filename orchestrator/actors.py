@@ -208,14 +208,25 @@ class RewardActor:
     def facts(self) -> dict[str, Any]:
         return process_facts()
 
-    def score(self, parcel: Sequence[Group], questions: Sequence[tuple[int, str, Any, str | None]]) -> list[tuple[Score, ...]]:
-        """Scores the groups of a parcel at the given places. A question is (place, prompt text, answer, reward part)."""
+    def score(
+        self, parcel: Sequence[Group], questions: Sequence[tuple[int, str, Any, str | None, str]]
+    ) -> list[tuple[Score, ...]]:
+        """Scores the groups of a parcel at the given places. A question is (place, prompt text, answer, reward part, source)."""
         items, sizes = [], []
-        for place, prompt, answer, part in questions:
+        for place, prompt, answer, part, source in questions:
             group = parcel[place]
             sizes.append(len(group.completions))
             items += [
-                RewardItem(prompt=prompt, completion=c.text, answer=answer, prompt_id=group.visit.prompt_id, part=part)
+                RewardItem(
+                    prompt=prompt,
+                    completion=c.text,
+                    answer=answer,
+                    prompt_id=group.visit.prompt_id,
+                    part=part,
+                    source=source,
+                    num_tokens=c.num_tokens,
+                    options={},
+                )
                 for c in group.completions
             ]
         scores = iter(self._pool.score(items))

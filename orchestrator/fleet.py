@@ -238,6 +238,6 @@ class RayScorer:
         questions = []
         for item in items:
             prompt = self._prompts[item.meta.visit.prompt_id]
-            questions.append((item.address.place, prompt.text, prompt.answer, prompt.reward))
+            questions.append((item.address.place, prompt.text, prompt.answer, prompt.reward, prompt.source))
         scores = await self._pool(items[0].meta.worker).score.remote(parcel, questions)
         return [Scored(item.meta, item.address, score) for item, score in zip(items, scores, strict=True)]

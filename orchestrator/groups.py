@@ -13,7 +13,7 @@ import numpy as np
 
 from orchestrator.ledger import Pick
 from orchestrator.stages import Address, Judged, Kept, LoopState, Scored
-from rollout.records import Completion, Finish, Group, Outcome, Purpose, Score, Status, Visit, describe_group
+from rollout.records import Completion, Consequence, Finish, Group, Outcome, Purpose, Score, Status, Visit, describe_group
 
 
 def score_json(score: Score) -> dict[str, Any]:
@@ -27,6 +27,8 @@ def score_json(score: Score) -> dict[str, Any]:
         "extracted": score.extracted,
         "time_s": score.time_s,
         "detail": score.detail,
+        "measures": dict(score.measures),
+        "consequence": score.consequence,
     }
 
 
@@ -78,7 +80,8 @@ def _read_completion(row: Mapping[str, Any]) -> Completion:
 
 
 def _read_score(row: Mapping[str, Any]) -> Score:
-    return Score(**{**row, "status": Status(row["status"]), "outcome": Outcome(row["outcome"])})
+    named = {"status": Status(row["status"]), "outcome": Outcome(row["outcome"]), "consequence": Consequence(row["consequence"])}
+    return Score(**{**row, **named})
 
 
 # ---- what the loop had in hand --------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from configs.schema import RewardPart
 from rewards.contract import RewardError, failed
-from rollout.records import Outcome, Score, Status
+from rollout.records import Consequence, Outcome, Score, Status
 
 _WORST_FIRST = (Status.ERROR, Status.TIMEOUT, Status.INVALID, Status.ABSTAIN)
 
@@ -51,4 +51,6 @@ def compose(parts: Mapping[str, RewardPart], scores: Mapping[str, Score]) -> Sco
         extracted=next((score.extracted for score in counting if score.extracted is not None), None),
         time_s=time_s,
         detail="",
+        measures={},
+        consequence=Consequence.NONE,
     )

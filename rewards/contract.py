@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from configs.errors import ConfigError, did_you_mean
-from rollout.records import Outcome, Score, Status
+from rollout.records import Consequence, Outcome, Score, Status
 
 GIVEN = ("completion", "answer", "prompt", "prompt_id")
 MAX_TEXT = 10_000  # characters kept of an extracted answer or a message; the cut says so
@@ -53,7 +53,10 @@ class RewardItem:
     completion: str  # what it wrote
     answer: Any  # reference answer; any JSON value
     prompt_id: str
-    part: str | None  # the one reward part that judges it, or None for all of them
+    part: str | None  # the one reward part that judges it, or None for all that judge its source
+    source: str | None  # the data source it comes from
+    num_tokens: int | None  # tokens of the completion, where it was sampled
+    options: Mapping[str, Any]  # keyword parameters for this item, over `params`; of the one part, or {part: {...}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,8 @@ def judge(verifier: Verifier, item: RewardItem, run: Callable[[Awaitable[Any]], 
         extracted=verdict.extracted,
         time_s=time.perf_counter() - begun,
         detail="",
+        measures={},
+        consequence=Consequence.NONE,
     )
 
 
@@ -164,6 +169,8 @@ def failed(status: Status, detail: str, time_s: float) -> Score:
         extracted=None,
         time_s=time_s,
         detail=cut(detail),
+        measures={},
+        consequence=Consequence.NONE,
     )
 
 

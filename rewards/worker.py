@@ -32,7 +32,7 @@ from configs.schema import RewardPart
 from rewards.compose import applicable, compose
 from rewards.contract import RewardError, RewardItem, Verifier, describe, failed, judge
 from rewards.verifiers import load_verifier
-from rollout.records import Outcome, Score, Status
+from rollout.records import Consequence, Outcome, Score, Status
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _HEADER = struct.Struct("<I")
@@ -101,8 +101,8 @@ def _score_chunk(
 
 def read_score(values: Sequence[Any]) -> Score:
     """The score in a ``done`` message."""
-    status, outcome, *rest = values
-    return Score(Status(status), Outcome(outcome), *rest)
+    status, outcome, *rest, consequence = values
+    return Score(Status(status), Outcome(outcome), *rest, consequence=Consequence(consequence))
 
 
 def _load(name: str, part: RewardPart) -> Verifier:

@@ -54,6 +54,16 @@ class Outcome(StrEnum):
     NONE = "none"
 
 
+class Consequence(StrEnum):
+    """What the policy of a reward part makes of a verifier that gave no verdict (`reward.parts.NAME.on_error` and its like)."""
+
+    NONE = "none"
+    ZERO = "zero"  # it was given value 0 and accuracy 0 instead; the status is ok
+    DROP_SAMPLE = "drop_sample"
+    DROP_GROUP = "drop_group"
+    FAIL = "fail"  # the run stops
+
+
 class Finish(StrEnum):
     """Why a completion ended: a stop token, or the token limit."""
 
@@ -138,10 +148,12 @@ class Score:
     outcome: Outcome
     value: float | None  # trains; None unless status is ok
     accuracy: float | None  # 0..1, filters; None unless status is ok
-    parts: Mapping[str, float]  # each reward part's own value
+    parts: Mapping[str, float]  # each reward part's own value, within its bounds; 0 where its gate was closed
     extracted: str | None  # the answer the verifier read, where it reads one
-    time_s: float
-    detail: str  # the verifier's message when it failed, else empty
+    time_s: float  # spent in verifiers, all parts together
+    detail: str  # the verifier's words: why it failed, or what it tells beside its verdict
+    measures: Mapping[str, float]  # further numbers to log, as PART.measure
+    consequence: Consequence  # none unless a verifier gave no verdict
 
 
 @dataclass(frozen=True, slots=True)

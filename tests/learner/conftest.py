@@ -30,7 +30,7 @@ from configs.schema import (
     OptimizerConfig,
 )
 from learner.loss_tokens import INTEGER_FIELDS, LossTokens
-from rollout.records import Completion, Finish, Group, Outcome, Purpose, Score, ScoredGroup, Status, Visit
+from rollout.records import Completion, Consequence, Finish, Group, Outcome, Purpose, Score, ScoredGroup, Status, Visit
 
 NUMERIC = Path(__file__).parents[1] / "cases" / "numeric.jsonl"
 
@@ -136,7 +136,7 @@ class Rollouts:
 
 def score(value) -> Score:
     status = Status.ERROR if value is None else Status.OK
-    return Score(status, Outcome.NONE, value, value, {}, None, 0.0, "")
+    return Score(status, Outcome.NONE, value, value, {}, None, 0.0, "", {}, Consequence.NONE)
 
 
 @pytest.fixture

@@ -3,13 +3,13 @@
 import pytest
 
 from learner.selection import SAME_ACCURACY, Decision, none, zero_variance
-from rollout.records import Outcome, Score, Status
+from rollout.records import Consequence, Outcome, Score, Status
 
 
 def make_score(accuracy, *, value=None):
     status = Status.ERROR if accuracy is None else Status.OK
     value = accuracy if value is None else value
-    return Score(status, Outcome.NONE, value, accuracy, {}, None, 0.0, "")
+    return Score(status, Outcome.NONE, value, accuracy, {}, None, 0.0, "", {}, Consequence.NONE)
 
 
 def scores(*accuracies):

@@ -15,7 +15,7 @@ import torch
 from configs.compose import dump_config, load_config
 from orchestrator.groups import group_json
 from orchestrator.ledger import Pick
-from rollout.records import Completion, Finish, Group, Outcome, Purpose, Score, Status, Visit
+from rollout.records import Completion, Consequence, Finish, Group, Outcome, Purpose, Score, Status, Visit
 
 STEPS, GROUPS, MEMBERS = 2, 4, 4
 PARTS = {"math": 1.0, "style": 0.25}
@@ -105,8 +105,8 @@ def _completion(model, rng, prompt, index, step):
 
 def _score(rng, order, index):
     if (order, index) == (1, 2):
-        return Score(Status.TIMEOUT, Outcome.NONE, None, None, {}, None, 0.1, "too slow")
+        return Score(Status.TIMEOUT, Outcome.NONE, None, None, {}, None, 0.1, "too slow", {}, Consequence.DROP_SAMPLE)
     right = float(index <= order % 3)
     parts = {"math": right, "style": round(float(rng.uniform()), 3)}
     value = sum(PARTS[name] * v for name, v in parts.items())
-    return Score(Status.OK, Outcome.RIGHT if right else Outcome.WRONG, value, right, parts, None, 0.1, "")
+    return Score(Status.OK, Outcome.RIGHT if right else Outcome.WRONG, value, right, parts, None, 0.1, "", {}, Consequence.NONE)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from orchestrator.groups import group_json, read_group, read_state, state_json, state_rows
 from orchestrator.ledger import Pick
 from orchestrator.stages import Address, Judged, Kept, LoopState, Scored
-from rollout.records import Completion, Finish, Group, Outcome, Purpose, Score, Status, Visit, describe_group
+from rollout.records import Completion, Consequence, Finish, Group, Outcome, Purpose, Score, Status, Visit, describe_group
 
 FLOATS = st.floats(width=32, allow_nan=False)
 
@@ -59,6 +59,8 @@ def scores(draw):
         draw(st.none() | st.text()),
         draw(st.floats(0, 10)),
         draw(st.text()),
+        draw(st.dictionaries(st.text(), st.floats(allow_nan=False))),
+        draw(st.sampled_from(Consequence)),
     )
 
 
@@ -85,7 +87,7 @@ def make_group(order, reason=None):
         Finish.STOP,
     )
     group = Group(visit, np.array([1, 2], dtype=np.int32), (completion,), "w", 0.5)
-    score = Score(Status.OK, Outcome.RIGHT, 1.0, 1.0, {"a": 1.0}, "7", 0.1, "")
+    score = Score(Status.OK, Outcome.RIGHT, 1.0, 1.0, {"a": 1.0}, "7", 0.1, "", {"a.seconds": 2.0}, Consequence.NONE)
     return group, Judged(Pick(order, visit), Scored(describe_group(group), Address([group], 0), (score,)), reason)
 
 

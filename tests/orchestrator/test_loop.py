@@ -19,7 +19,7 @@ from orchestrator.ledger import Ledger, Length
 from orchestrator.loop import Loop, LoopSettings
 from orchestrator.stages import Address, Finished, Kept, LoopState, Scored
 from orchestrator.waits import DeadlinePassed, Waits
-from rollout.records import GroupMeta, Outcome, Score, Status
+from rollout.records import Consequence, GroupMeta, Outcome, Score, Status
 
 SETTINGS = LoopSettings(
     groups_per_step=4,
@@ -37,7 +37,9 @@ SETTINGS = LoopSettings(
 
 def score(accuracy, status=Status.OK):
     ok = status is Status.OK
-    return Score(status, Outcome.NONE, accuracy if ok else None, accuracy if ok else None, {}, None, 0.0, "")
+    return Score(
+        status, Outcome.NONE, accuracy if ok else None, accuracy if ok else None, {}, None, 0.0, "", {}, Consequence.NONE
+    )
 
 
 class World:

@@ -14,12 +14,12 @@ from orchestrator.evaluation import choose_prompts, summarize
 from orchestrator.job import ShufflingScorer
 from orchestrator.metrics import num_with_signal, pass_at_k, pass_rate_histogram, step_metrics
 from orchestrator.stages import Address, Batch, Scored, StepOutcome
-from rollout.records import GroupMeta, Outcome, Prompt, Purpose, Score, Status, Visit, repetition, sampling_seed
+from rollout.records import Consequence, GroupMeta, Outcome, Prompt, Purpose, Score, Status, Visit, repetition, sampling_seed
 
 
 def score(value, status=Status.OK):
     ok = status is Status.OK
-    return Score(status, Outcome.NONE, value if ok else None, value if ok else None, {}, None, 0.0, "")
+    return Score(status, Outcome.NONE, value if ok else None, value if ok else None, {}, None, 0.0, "", {}, Consequence.NONE)
 
 
 def scored(prompt_id, *values, purpose=Purpose.TRAIN, repeated=(0.0, 0)):

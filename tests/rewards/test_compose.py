@@ -5,12 +5,21 @@ import pytest
 from configs.schema import RewardPart
 from rewards.compose import applicable, compose
 from rewards.contract import RewardError, failed
-from rollout.records import Outcome, Score, Status
+from rollout.records import Consequence, Outcome, Score, Status
 
 
 def ok(value, accuracy, outcome=Outcome.RIGHT, extracted=None):
     return Score(
-        status=Status.OK, outcome=outcome, value=value, accuracy=accuracy, parts={}, extracted=extracted, time_s=0.5, detail=""
+        status=Status.OK,
+        outcome=outcome,
+        value=value,
+        accuracy=accuracy,
+        parts={},
+        extracted=extracted,
+        time_s=0.5,
+        detail="",
+        measures={},
+        consequence=Consequence.NONE,
     )
 
 

@@ -32,8 +32,11 @@ def part(function, **keys):
     return RewardPart(function=f"{HOSTILE}:{function}", **keys)
 
 
+UNSET = {"part": None, "source": None, "num_tokens": None, "options": {}}
+
+
 def item(completion, answer="1", **keys):
-    return RewardItem(**{"prompt": "p", "completion": completion, "answer": answer, "prompt_id": "id", "part": None} | keys)
+    return RewardItem(**{"prompt": "p", "completion": completion, "answer": answer, "prompt_id": "id"} | UNSET | keys)
 
 
 def make_pool(num_workers=1, timeout_s=TIMEOUT_S, memory_gib=None, **parts):
@@ -381,7 +384,7 @@ SCRIPT = textwrap.dedent("""
 
     print("main runs", flush=True)
     pool = RewardPool(RewardConfig(parts={"obey": RewardPart(function=sys.argv[1])}, num_workers=2, timeout_s=60.0))
-    item = RewardItem(prompt="", completion=sys.argv[2], answer="1", prompt_id="", part=None)
+    item = RewardItem(prompt="", completion=sys.argv[2], answer="1", prompt_id="", part=None, source=None, num_tokens=None, options={})
 
     def score():
         with contextlib.suppress(RuntimeError):  # the pool is closed when the script ends
