@@ -1,0 +1,163 @@
+"""What ``limen score`` reads: JSON lines, each one completion to be judged, checked before a verifier sees it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from configs.errors import ConfigError, InputError, did_you_mean
+from configs.functions import check_params
+from configs.schema import RewardConfig
+from rewards.contract import GIVEN, RewardItem
+from rewards.verifiers import load_verifier
+
+READ_BYTES = 1 << 18
+JUDGED = ("completion", "answer", "prompt", "options")  # what is judged: the output does not repeat it
+WRITTEN = ("value", "accuracy", "status", "outcome", "parts", "extracted", "time_s", "detail")  # what the output adds
+_MOST_OPTIONS = 10_000  # different ones that are remembered as checked
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of input."""
+
+    number: int  # from 1
+    num_bytes: int
+    items: tuple[RewardItem, ...]  # one for each reward that judges it; they differ in their options
+    rest: Mapping[str, Any]  # all other keys
+
+
+def read_lines(descriptor: int) -> Iterator[list[bytes]]:
+    """The whole lines of a file or pipe, in lists as they arrive: whoever writes one line and waits for its score gets it."""
+    pieces: list[bytes] = []
+    while data := os.read(descriptor, READ_BYTES):
+        *whole, rest = data.split(b"\n")
+        if whole:
+            whole[0] = b"".join([*pieces, whole[0]])
+            pieces = []
+            yield whole
+        pieces.append(rest)
+    if last := b"".join(pieces):
+        yield [last]
+
+
+class LineParser:
+    """Checks lines. Every refusal is an InputError that names the file and the line."""
+
+    def __init__(self, file: str, rewards: Sequence[RewardConfig]) -> None:
+        """Loads the verifiers of the ``rewards``, to know their parameters. Raises ConfigError where one cannot be loaded."""
+        self._file = file
+        self._rewards = rewards
+        self._functions = [{name: load_verifier(name, p).function for name, p in r.parts.items()} for r in rewards]
+        self._checked: dict[str, tuple[Mapping[str, Any], ...]] = {}  # options by their text, as each reward takes them
+        self._number = 0
+
+    def parse(self, line: bytes) -> Line | None:
+        """None for a blank line, which counts as a line."""
+        self._number += 1
+        if not line.strip():
+            return None
+        row = self._row(line.removeprefix(b"\xef\xbb\xbf") if self._number == 1 else line)
+        for key in WRITTEN:
+            if key in row:
+                raise self._error(f"the key {key!r} is one that limen score writes; rename it in the input")
+        prompt_id = row.get("id", self._number)
+        texts = {key: self._text(row, key) for key in ("completion", "prompt", "source")}
+        if texts["completion"] is None:
+            raise self._error("has no 'completion'" + did_you_mean("completion", row))
+        items = tuple(
+            RewardItem(
+                prompt=texts["prompt"] or "",
+                completion=texts["completion"],
+                answer=row.get("answer"),
+                prompt_id=prompt_id if isinstance(prompt_id, str) else json.dumps(prompt_id),
+                part=None,
+                source=texts["source"],
+                num_tokens=self._num_tokens(row),
+                options=options,
+            )
+            for options in self._options(row.get("options"))
+        )
+        rest = {key: value for key, value in row.items() if key not in JUDGED}
+        return Line(self._number, len(line) + 1, items, rest)
+
+    def _row(self, line: bytes) -> dict[str, Any]:
+        try:
+            row = json.loads(line.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite)
+        except UnicodeDecodeError as error:
+            raise self._error(f"is not UTF-8 (byte {error.start + 1})") from error
+        except RecursionError as error:
+            raise self._error("is nested too deeply") from error
+        except ValueError as error:
+            raise self._error(f"is not valid JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise self._error('is not a JSON object; write {"completion": ..., "answer": ...}')
+        return row
+
+    def _text(self, row: Mapping[str, Any], key: str) -> str | None:
+        value = row.get(key)
+        if value is None or isinstance(value, str):
+            return value
+        raise self._error(f"{key!r} is {_kind(value)}, not a text")
+
+    def _num_tokens(self, row: Mapping[str, Any]) -> int | None:
+        value = row.get("num_tokens")
+        if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+            return value
+        raise self._error("'num_tokens' is not a whole number from 0")
+
+    def _options(self, options: Any) -> tuple[Mapping[str, Any], ...]:
+        """As each reward takes them. Where two are compared, one that does not know them goes without; one must."""
+        if options is None:
+            return ({},) * len(self._rewards)
+        text = json.dumps(options)
+        if text not in self._checked:
+            if len(self._checked) >= _MOST_OPTIONS:
+                self._checked.clear()
+            refusals = [self._refusal(options, place) for place in range(len(self._rewards))]
+            if all(refusals):
+                raise self._error(str(refusals[0]))
+            self._checked[text] = tuple({} if refusal else options for refusal in refusals)
+        return self._checked[text]
+
+    def _refusal(self, options: Any, place: int) -> str | None:
+        """Why a reward does not take these options."""
+        parts, functions = self._rewards[place].parts, self._functions[place]
+        (first, *others) = parts
+        by_part = {first: options} if not others else options
+        if not isinstance(by_part, dict):
+            return f"'options' is {_kind(options)}, not an object of options by reward part: {', '.join(parts)}"
+        for name, own in by_part.items():
+            key = f"options.{name}" if others else "options"
+            if name not in parts:
+                return f"{key}: there is no such reward part; there are {', '.join(parts)}{did_you_mean(name, parts)}"
+            if not isinstance(own, dict):
+                return f"{key} is {_kind(own)}, not an object"
+            try:
+                check_params(functions[name], {**parts[name].params, **own}, key, GIVEN)
+            except ConfigError as error:
+                return str(error)
+        return None
+
+    def _error(self, what: str) -> InputError:
+        return InputError(f"{self._file}, line {self._number}: {what}")
+
+
+def _kind(value: Any) -> str:
+    names = {bool: "a bool", int: "a number", float: "a number", str: "a text", list: "a list", dict: "an object"}
+    return names.get(type(value), "null")
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {text[:40]} is too large")
+    return number
