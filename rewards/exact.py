@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import deque
-from decimal import Decimal
-from typing import Any
+from decimal import Decimal, localcontext
+from fractions import Fraction
+from typing import Any, Literal
 
 from rewards.contract import InvalidItem, Verdict
 from rollout.records import Outcome
@@ -18,6 +20,15 @@ _NUMBER = re.compile(
     rf"(?<![\w./^])(?:(?<![)\]}}])(?P<sign>{_SIGN}))?(?P<digits>[0-9]++)"
     rf"(?P<rest>(?:[.,/:^]{_SIGN}?[0-9]++)*+(?:[eE]{_SIGN}?[0-9]++)?+\w*+)"
 )
+# The same for numbers that need not be integers, with a percent sign; and what of it is read.
+_TOKEN = re.compile(
+    rf"(?<![\w./^])(?:(?<![)\]}}])(?P<sign>{_SIGN}))?(?P<body>(?:[0-9]++|\.[0-9]++)(?:[.,/:^]{_SIGN}?[0-9]++)*+"
+    rf"(?:[eE]{_SIGN}?[0-9]++)?+\w*+)(?:\s?\\?(?P<percent>%))?+"
+)
+_PLAIN = re.compile(
+    r"(?P<decimal>(?:[1-9][0-9]{0,2}(?:,[0-9]{3})++|[0-9]++)?(?:\.[0-9]++)?(?:[eE][+-]?[0-9]{1,3})?)(?:/(?P<below>[0-9]++))?"
+)
+_MAX_NUMBER = 1000  # characters
 _WHOLE = re.compile(rf"\s*(?P<sign>{_SIGN})?(?P<digits>[0-9]++)\s*")
 
 
@@ -32,20 +43,104 @@ def exact_integer(completion: str, answer: Any, *, last: bool = True) -> Verdict
     """
     gold = _gold(answer)
     found = _last_integer(completion) if last else _whole_integer(completion)
+    return _verdict(found == gold, found)
+
+
+def exact(
+    completion: str,
+    answer: Any,
+    *,
+    ignore_case: bool = False,
+    ignore_whitespace: bool = True,
+    ignore_punctuation: bool = False,
+) -> Verdict:
+    """1.0 where the final text of the completion (`final_text`) equals the answer, or one of a list of accepted answers.
+
+    Both sides are normalised alike: composed Unicode (NFC), no whitespace at the ends, and by setting: case folded; runs of
+    whitespace as one space; punctuation removed, except before a digit (``-5`` and ``3.14`` stay what they are). Nothing else
+    is made equal: ``4.0`` is not ``4``. No final text: outcome ``unparsed``.
+
+    Raises `InvalidItem` unless ``answer`` is a text, an int or a list of these, each with something left after normalising.
+    """
+
+    def normal(text: str) -> str:
+        text = unicodedata.normalize("NFC", text)
+        if ignore_punctuation:
+            kept = (c for c, after in zip(text, f"{text[1:]} ", strict=False) if not _is_punctuation(c) or after.isdigit())
+            text = "".join(kept)
+        if ignore_whitespace:
+            text = " ".join(text.split())
+        return (text.casefold() if ignore_case else text).strip()
+
+    accepted = set()
+    for gold in answer if isinstance(answer, list) and answer else [answer]:
+        accepted.add(normal(_written(gold) or ""))
+        if "" in accepted:
+            raise InvalidItem(f"the reference answer {gold!r} is no text to compare with; write a text, or a list of texts")
+    found = normal(final_text(completion))
+    return _verdict(found in accepted, found or None)
+
+
+def numeric(
+    completion: str,
+    answer: Any,
+    *,
+    last: bool = True,
+    absolute: float = 0.0,
+    relative: float = 0.0,
+    percent: Literal["convert", "strip"] = "convert",
+) -> Verdict:
+    """1.0 where the number in the final text of the completion (`final_text`) is near enough to the answer: their difference is at
+    most ``absolute`` or at most ``relative`` times the answer's magnitude. Exact arithmetic; without a tolerance, equality.
+
+    With ``last`` the last number of the text counts; without it, the whole text must be one number. A number is a decimal
+    (``-3.14``, ``.5``, ``1e-3``), one with commas between groups of three digits (``1,234.5``), or a fraction ``3/4``; a sign is
+    ``+``, ``-`` or U+2212. ``50%`` is 0.5, or with ``percent: strip`` 50, in the completion and in the answer alike. What is
+    run together with other characters is no number: ``7kg``, ``12:30``, ``1,23``, ``2^10``. Exponents have at most three
+    digits and numbers at most 1,000 characters, so that none costs more than it is worth. No number: outcome ``unparsed``.
+
+    Raises `InvalidItem` unless ``answer`` is an int, a finite float or a text that is one number.
+    """
+    if not (absolute >= 0 and relative >= 0):
+        raise ValueError(f"absolute={absolute} and relative={relative} must not be negative")
+    written = repr(answer) if isinstance(answer, float) else _written(answer)
+    gold = None if written is None else _whole_number(written, percent)
+    if gold is None:
+        raise InvalidItem(f"the reference answer {answer!r} is not a number; write it as 0.5, '0.5', '1/2' or '50%'")
+    text = final_text(completion)
+    found = _last_number(text, percent) if last else _whole_number(text, percent)
     if found is None:
-        return Verdict(value=0.0, accuracy=0.0, outcome=Outcome.UNPARSED, extracted=None)
-    right = found == gold
-    return Verdict(value=float(right), accuracy=float(right), outcome=Outcome.RIGHT if right else Outcome.WRONG, extracted=found)
+        return _verdict(False, None)
+    # By way of the text: 0.1 is a tenth here, not the double next to it.
+    tolerance = max(Fraction(str(absolute)), Fraction(str(relative)) * abs(gold))
+    return _verdict(abs(found - gold) <= tolerance, _spell(found))
+
+
+def final_text(completion: str) -> str:
+    """Where an answer is sought: what follows the last ``</think>``, and of that the last ``<answer>`` block where there is one.
+
+    Empty where reasoning was begun and not ended: a number on the way is no answer.
+    """
+    text = completion.rpartition("</think>")[2]
+    if "<think>" in text:
+        return ""
+    before, closed, _ = text.rpartition("</answer>")
+    return before.rpartition("<answer>")[2].strip() if closed and "<answer>" in before else text.strip()
 
 
 def _gold(answer: Any) -> str:
-    if isinstance(answer, int) and not isinstance(answer, bool):
-        # By way of Decimal, which is exact and has no limit on digits; int's own str() refuses more than 4,300.
-        return format(Decimal(answer), "f")
-    gold = _whole_integer(answer) if isinstance(answer, str) else None
+    written = _written(answer)
+    gold = None if written is None else _whole_integer(written)
     if gold is None:
         raise InvalidItem(f"the reference answer {answer!r} is not an integer; write it as 42 or '42'")
     return gold
+
+
+def _written(answer: Any) -> str | None:
+    """A text or an int as text, else None. By way of Decimal, which has no limit on digits; int's own str() refuses more than 4,300."""
+    if isinstance(answer, int) and not isinstance(answer, bool):
+        return format(Decimal(answer), "f")
+    return answer if isinstance(answer, str) else None
 
 
 def _last_integer(text: str) -> str | None:
@@ -62,3 +157,45 @@ def _canonical(number: re.Match[str]) -> str:
     """Digits without leading zeros, with ``-`` where negative: equal strings exactly where the integers are equal."""
     digits = number["digits"].lstrip("0") or "0"
     return f"-{digits}" if number["sign"] not in (None, "+") and digits != "0" else digits
+
+
+def _verdict(right: bool, extracted: str | None) -> Verdict:
+    outcome = Outcome.UNPARSED if extracted is None else Outcome.RIGHT if right else Outcome.WRONG
+    return Verdict(value=float(right), accuracy=float(right), outcome=outcome, extracted=extracted)
+
+
+def _is_punctuation(character: str) -> bool:
+    return unicodedata.category(character)[0] == "P"
+
+
+def _last_number(text: str, percent: str) -> Fraction | None:
+    last = deque(_TOKEN.finditer(text), maxlen=1)
+    return _value(last[0], percent) if last else None
+
+
+def _whole_number(text: str, percent: str) -> Fraction | None:
+    token = _TOKEN.fullmatch(text.strip())
+    return None if token is None else _value(token, percent)
+
+
+def _value(token: re.Match[str], percent: str) -> Fraction | None:
+    plain = _PLAIN.fullmatch(token["body"].replace("\N{MINUS SIGN}", "-")) if len(token["body"]) <= _MAX_NUMBER else None
+    if plain is None or (plain["below"] and not plain["below"].strip("0")):
+        return None
+    # Decimal reads any number of digits; int and Fraction refuse more than Python's limit.
+    value = Fraction(Decimal(plain["decimal"].replace(",", ""))) / Fraction(Decimal(plain["below"] or "1"))
+    if token["percent"] and percent == "convert":
+        value /= 100
+    return -value if token["sign"] not in (None, "+") else value
+
+
+def _spell(number: Fraction) -> str:
+    """One spelling a number: its digits where they end, else numerator/denominator."""
+    twos_and_fives = number.denominator
+    for prime in (2, 5):
+        while twos_and_fives % prime == 0:
+            twos_and_fives //= prime
+    if twos_and_fives > 1:
+        return f"{Decimal(number.numerator)}/{Decimal(number.denominator)}"
+    with localcontext(prec=4 * _MAX_NUMBER):
+        return format(Decimal(number.numerator) / Decimal(number.denominator), "f")

@@ -7,7 +7,10 @@ from configs.schema import RewardPart
 from rewards.contract import GIVEN, Verifier, bind_verifier
 
 VERIFIERS: dict[str, str] = {
+    "choice": "rewards.choice.choice",
+    "exact": "rewards.exact.exact",
     "exact_integer": "rewards.exact.exact_integer",
+    "numeric": "rewards.exact.numeric",
 }
 
 ENTRY_POINTS = "limen.verifiers"  # the group under which installed packages offer verifiers of their own
