@@ -184,11 +184,11 @@ def describe_group(group: Group) -> GroupMeta:
     )
 
 
-def repetition(text: str) -> tuple[float, int]:
-    """Of the runs of 20 words in a text, words being what whitespace parts: the share that are repeats of an earlier one, and how often
-    the most frequent one occurs. (0.0, 0) for a text of fewer words."""
+def repetition(text: str, num_words: int = REPETITION_WORDS) -> tuple[float, int]:
+    """Of the runs of ``num_words`` words in a text, words being what whitespace parts: the share that are repeats of an earlier one,
+    and how often the most frequent one occurs. (0.0, 0) for a text of fewer words."""
     words = text.split()
-    counts = Counter(zip(*(words[i:] for i in range(REPETITION_WORDS)), strict=False))
+    counts = Counter(zip(*(words[i:] for i in range(num_words)), strict=False))
     total = counts.total()
     return ((total - len(counts)) / total, max(counts.values())) if total else (0.0, 0)
 
