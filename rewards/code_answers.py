@@ -1,0 +1,188 @@
+"""The tests in a reference answer of the code verifier.
+
+An answer is one of these, or the JSON text of one:
+
+    {"kind": "stdio", "tests": [{"stdin": text, "stdout": text}, ...]}
+    {"kind": "call", "function": name, "tests": [{"args": [...], "kwargs": {...}, "returns": value}, ...]}
+    {"kind": "asserts", "code": Python text, or a list of them, each a test}
+
+``stdin``, ``args`` and ``kwargs`` may be left out; ``tests`` may be a JSON text. Also read, as data sets have them:
+
+    {"inputs": [text, ...], "outputs": [text, ...]}                       stdio (APPS, TACO); a list of lines stands for a text
+    {"inputs": [[arg, ...], ...], "outputs": [...], "fn_name": name}      call (APPS, TACO); where every output is a list of one, as
+                                                                          some of their rows wrap it, the value in it is right too
+    [{"input": text, "output": text}, ...]                                stdio
+    ["assert ...", ...], or {"test_list": [...], "test_setup_code": text} asserts (MBPP)
+    {"test": text with def check(candidate), "entry_point": name}         asserts (HumanEval)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rewards.contract import InvalidItem, cut
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptTest:
+    """The program is run on ``stdin``; what it prints must be ``stdout``."""
+
+    stdin: str
+    stdout: str
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionTest:
+    """What the harness is to do, as JSON, and the values one of which must come back."""
+
+    request: bytes
+    returns: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CodeTests:
+    """At least one test. ``function``: the name that is called, where the tests call one."""
+
+    tests: tuple[ScriptTest, ...] | tuple[FunctionTest, ...]
+    function: str | None
+
+
+def check_answer(answer: Any) -> None:
+    """Raise `InvalidItem`, saying what is wrong, unless ``answer`` holds tests. For rows that are refused where they are loaded."""
+    read_answer(answer)
+
+
+def read_answer(answer: Any) -> CodeTests:
+    """The tests of an answer in any of the shapes above. Raises `InvalidItem`."""
+    answer = _decoded(answer, "the answer")
+    if isinstance(answer, list) and answer and all(isinstance(test, str) for test in answer):
+        return _asserts(answer, "the answer")
+    if isinstance(answer, list):
+        pairs = [(_get(t, "input", f"test {i}"), _get(t, "output", f"test {i}")) for i, t in _numbered(answer, "the answer")]
+        return _scripts(pairs)
+    if not isinstance(answer, Mapping):
+        raise _invalid("the answer", answer, "an object with 'kind' and 'tests'")
+    if "kind" in answer:
+        return _of_kind(answer)
+    if "inputs" in answer and "outputs" in answer:
+        return _inputs_outputs(answer)
+    if "test_list" in answer:
+        setup = _text(answer.get("test_setup_code") or "", "test_setup_code")
+        return _asserts(answer["test_list"], "test_list", setup)
+    if "test" in answer and "entry_point" in answer:
+        code = f"{_text(answer['test'], 'test')}\n\ncheck({_name(answer['entry_point'], 'entry_point')})\n"
+        return _asserts([code], "test", function=answer["entry_point"])
+    raise InvalidItem(f"the answer has no 'kind' (stdio, call, asserts) and is in no known shape; its keys: {list(answer)}")
+
+
+def _of_kind(answer: Mapping[str, Any]) -> CodeTests:
+    kind = answer["kind"]
+    if kind == "asserts":
+        code = _get(answer, "code", "the answer")
+        return _asserts([code] if isinstance(code, str) else code, "code")
+    if kind not in ("stdio", "call"):
+        raise InvalidItem(f"the answer's kind {kind!r} is unknown; there are stdio, call, asserts")
+    tests = _numbered(_decoded(_get(answer, "tests", "the answer"), "tests"), "tests")
+    if kind == "stdio":
+        return _scripts([(_object(test, i).get("stdin", ""), _get(test, "stdout", f"test {i}")) for i, test in tests])
+    calls = []
+    for i, test in tests:
+        args, kwargs = _object(test, i).get("args", []), test.get("kwargs", {})
+        calls.append(_call(args, kwargs, (_get(test, "returns", f"test {i}"),), i))
+    return CodeTests(tuple(calls), _name(_get(answer, "function", "the answer"), "function"))
+
+
+def _inputs_outputs(answer: Mapping[str, Any]) -> CodeTests:
+    inputs, outputs = _decoded(answer["inputs"], "inputs"), _decoded(answer["outputs"], "outputs")
+    numbered = _numbered(inputs, "inputs")
+    if not isinstance(outputs, list) or len(outputs) != len(inputs):
+        raise _invalid("outputs", outputs, f"a list as long as inputs ({len(inputs)})")
+    if answer.get("fn_name") is None:
+        return _scripts(list(zip(inputs, outputs, strict=True)))
+    wrapped = all(isinstance(output, list) and len(output) == 1 for output in outputs)
+    calls = [_call(args, {}, (outputs[i - 1], *(outputs[i - 1] if wrapped else ())), i) for i, args in numbered]
+    return CodeTests(tuple(calls), _name(answer["fn_name"], "fn_name"))
+
+
+def _scripts(pairs: list[tuple[Any, Any]]) -> CodeTests:
+    lines = [["\n".join(side) if isinstance(side, list) and _all_text(side) else side for side in pair] for pair in pairs]
+    tests = [ScriptTest(_text(a, f"test {i}: stdin"), _text(b, f"test {i}: stdout")) for i, (a, b) in enumerate(lines, 1)]
+    return CodeTests(tuple(tests), None)
+
+
+def _asserts(blocks: Any, what: str, setup: str = "", function: str | None = None) -> CodeTests:
+    codes = [_text(block, f"{what}, test {i}") for i, block in _numbered(_decoded(blocks, what), what)]
+    for i, code in enumerate(codes, 1):
+        if not code.strip():
+            raise InvalidItem(f"{what}, test {i} is empty")
+    if function is None and (called := re.search(r"^\s*assert\s+\(*(\w+)\(", codes[0], re.MULTILINE)):
+        function = called[1]
+    return CodeTests(tuple(FunctionTest(json.dumps({"code": f"{setup}\n{code}"}).encode(), ()) for code in codes), function)
+
+
+def _call(args: Any, kwargs: Any, returns: tuple[Any, ...], number: int) -> FunctionTest:
+    if not isinstance(args, (list, tuple)):
+        raise _invalid(f"test {number}: args", args, "a list")
+    if not isinstance(kwargs, Mapping) or not _all_text(list(kwargs)):
+        raise _invalid(f"test {number}: kwargs", kwargs, "an object")
+    try:
+        request = json.dumps({"args": args, "kwargs": kwargs})
+        returns = tuple(json.loads(json.dumps(value)) for value in returns)  # tuples become lists, keys become text
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidItem(f"test {number} can not be written as JSON: {error}") from error
+    return FunctionTest(request.encode(), returns)
+
+
+def _decoded(value: Any, what: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise InvalidItem(f"{what} is a text that can not be decoded as JSON: {error}") from error
+
+
+def _numbered(tests: Any, what: str) -> list[tuple[int, Any]]:
+    if not isinstance(tests, list):
+        raise _invalid(what, tests, "a list of tests")
+    if not tests:
+        raise InvalidItem(f"{what} is an empty list: without a test every program would be right")
+    return list(enumerate(tests, 1))
+
+
+def _object(test: Any, number: int) -> Mapping[str, Any]:
+    if not isinstance(test, Mapping):
+        raise _invalid(f"test {number}", test, "an object")
+    return test
+
+
+def _get(item: Any, key: str, what: str) -> Any:
+    if not isinstance(item, Mapping):
+        raise _invalid(what, item, "an object")
+    if key not in item:
+        raise InvalidItem(f"{what} has no {key!r}; it has {', '.join(map(str, item)) or 'nothing'}")
+    return item[key]
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise _invalid(what, value, "a text")
+    return value
+
+
+def _name(value: Any, what: str) -> str:
+    if not isinstance(value, str) or not value.isidentifier():
+        raise _invalid(what, value, "the name of a function")
+    return value
+
+
+def _all_text(values: list[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _invalid(what: str, value: Any, wanted: str) -> InvalidItem:
+    return InvalidItem(f"{what} is {cut(repr(value))}, not {wanted}")

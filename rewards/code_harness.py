@@ -1,0 +1,173 @@
+"""Runs a candidate program inside the sandbox. Read as text and never imported: only the standard library is there, nothing of Limen.
+
+``program.py`` in the working directory is compiled first. What it gives to the outside goes to descriptor 3, a line each:
+
+    stdio   "compiled"; then the program runs as a script, on the given standard input, and nothing more is written
+    calls   "compiled"; "loaded" once it has run as a module named ``program``; then a JSON object a test:
+            {"value": ...}, or {"failed": an outcome, "detail": words}
+
+The tests of ``calls`` wait unread in a pipe, so that the program finds them neither in a frame nor in a file when it starts. Each is a
+frame, 4 bytes of length and then JSON: {"args", "kwargs"} for a call of the named function, or {"code"} to run in the program's
+namespace. After the latter comes a frame with the value that shows it got to its end, which is read only there. A test that takes
+too long ends the process by SIGALRM.
+"""
+
+import _sitebuiltins
+import builtins
+import os
+import sys
+from types import CodeType, ModuleType
+
+RESULTS = 3
+
+
+def compile_program() -> CodeType:
+    with open("program.py", "rb") as file:
+        source = file.read()
+    try:
+        code = compile(source, "program.py", "exec", dont_inherit=True)
+    except (MemoryError, OverflowError, RecursionError, ValueError) as error:  # nested too deep, null bytes
+        raise SyntaxError(f"cannot be compiled: {error or type(error).__name__}") from None
+    os.write(RESULTS, b"compiled\n")
+    return code
+
+
+def run_program(code: CodeType, name: str) -> dict:
+    """The namespace of the program after it has run in a module of its own."""
+    sys.argv = ["program.py"]
+    module = sys.modules[name] = ModuleType(name)
+    module.__file__ = "program.py"
+    exec(code, module.__dict__)
+    return module.__dict__
+
+
+def run_tests(code: CodeType, function: str, limit_s: float) -> None:
+    import json  # noqa: PLC0415  (here and below: a script does not wait for what only tests need)
+    import signal  # noqa: PLC0415
+
+    encode, set_digits = json.JSONEncoder().encode, sys.set_int_max_str_digits
+    hooks = (sys.settrace, sys.setprofile)
+    pristine = dict(vars(builtins))
+    results = os.fdopen(RESULTS, "wb")
+    tests = os.dup(0)
+    empty, end = os.pipe()
+    os.dup2(empty, 0)
+    os.close(empty)
+    os.close(end)
+
+    namespace = run_program(code, "program")
+    results.write(b"loaded\n")
+    results.flush()
+    # No wall: a program that wants to can change what later code sees. This undoes what an easy cheat would overwrite.
+    vars(builtins).update(pristine)
+    for hook in hooks:
+        hook(None)
+    while frame := read_frame(tests):
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
+        test = json.loads(frame)
+        asserted = "code" in test
+        try:
+            if asserted:
+                exec(compile(test["code"], "test", "exec", dont_inherit=True), namespace)
+                value: object = read_frame(tests).decode()
+            else:
+                value = call(namespace, function, test)
+            digits = sys.get_int_max_str_digits()
+            set_digits(0)
+            line = encode({"value": value})
+            set_digits(digits)
+        except BaseException as error:
+            if asserted:
+                read_frame(tests)
+            line = encode(describe(error, asserted))
+        results.write(line.encode() + b"\n")
+        results.flush()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    os._exit(0)  # threads that the program left do not hold it up
+
+
+def read_frame(tests: int) -> bytes:
+    """The next frame, empty at the end."""
+    return read(tests, int.from_bytes(read(tests, 4), "little"))
+
+
+def read(tests: int, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size and (part := os.read(tests, size - len(data))):
+        data += part
+    return bytes(data)
+
+
+def call(namespace: dict, function: str, test: dict) -> object:
+    if function in namespace:
+        target = namespace[function]
+    elif hasattr(namespace.get("Solution"), function):  # as some tasks have it
+        target = getattr(namespace["Solution"](), function)
+    else:
+        raise NameError(f"the program defines no {function!r}")
+    return plain(target(*test["args"], **test["kwargs"]))
+
+
+class Unwritable(Exception):
+    """A returned value that JSON cannot hold, and no reference answer can be."""
+
+
+def plain(value: object) -> object:
+    """The value as JSON has it: tuples and sets as lists, sets in order, keys as text. Raises `Unwritable`."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        items: list = [plain(item) for item in value]
+        try:
+            return sorted(items)
+        except TypeError:  # numbers beside text
+            return sorted(items, key=repr)
+    if isinstance(value, dict):
+        result = {key_text(key): plain(item) for key, item in value.items()}
+        if len(result) != len(value):
+            raise Unwritable("returned a dict with two keys that are the same as text")
+        return result
+    if type(value).__module__ in ("decimal", "fractions"):
+        return int(value) if value == int(value) else float(value)  # type: ignore[call-overload, arg-type]
+    raise Unwritable(f"returned a value of type {type(value).__name__}")
+
+
+def key_text(key: object) -> str:
+    if isinstance(key, str):
+        return key
+    if key is None or isinstance(key, bool):
+        return {None: "null", True: "true", False: "false"}[key]
+    if isinstance(key, (int, float)):
+        return repr(key)
+    raise Unwritable(f"returned a dict with a key of type {type(key).__name__}")
+
+
+def describe(error: BaseException, asserted: bool) -> dict[str, str]:
+    """What became of a test that raised."""
+    try:
+        words = f"{type(error).__name__}: {error}"[:1000]
+    except BaseException:
+        words = type(error).__name__
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    if place is not None and place.tb_frame.f_code.co_filename in ("program.py", "test"):
+        words += f" ({place.tb_frame.f_code.co_filename}, line {place.tb_lineno})"
+    if isinstance(error, MemoryError):
+        return {"failed": "memory_limit", "detail": words}
+    wrong = isinstance(error, Unwritable) or (asserted and isinstance(error, AssertionError))
+    return {"failed": "wrong" if wrong else "crash", "detail": words}
+
+
+if __name__ == "__main__":
+    for word in ("exit", "quit"):  # what `site` would add
+        setattr(builtins, word, _sitebuiltins.Quitter(word, "Ctrl-D"))
+    mode, *settings = sys.argv[1:]
+    if mode == "stdio":
+        program = compile_program()
+        os.close(RESULTS)
+        run_program(program, "__main__")
+    else:
+        run_tests(compile_program(), settings[0], float(settings[1]))
