@@ -1,9 +1,8 @@
 """What a verifier is, what it is given, and how its return becomes a score.
 
-A verifier is any function, plain or async. Its signature decides what it is given: parameters named ``completion``,
-``answer``, ``prompt`` or ``prompt_id`` receive that part of the item, its own keyword-only parameters come from the
-configuration. ``def f(completion, answer) -> float`` is enough. It judges one completion at a time, so there is no list
-whose length could be wrong. It returns
+A verifier is any function, plain or async. Its signature decides what it is given: parameters named ``completion``, ``answer``,
+``prompt``, ``prompt_id`` or ``num_tokens`` receive that part of the item, its own keyword-only parameters come from the
+configuration. ``def f(completion, answer) -> float`` is enough. It returns
 
 - a number or a bool: the value that trains; the accuracy is the value clipped to [0, 1];
 - a `Verdict`, or a dict with the same keys, to say more;
@@ -11,25 +10,40 @@ whose length could be wrong. It returns
 or raises `InvalidItem` (the reference answer is unusable), `Abstain` (it declines to judge) or TimeoutError (a call of its own
 took too long). Any other exception and any other return, None, NaN, infinities, lists and arrays included, is the status
 ``error`` with the function's name: never a 0.
+
+A *batch* verifier takes the plurals ``completions``, ``answers``, ``prompts``, ``prompt_ids``, ``nums_tokens``: lists of one length. It
+returns a list, a tuple or an array of one dimension with one result an item, in order; in a place may stand an exception, for
+that item alone. Anything else is an ``error`` of every item of the call: another length, a scalar, an array of shape (3, 1). Such
+an array is refused, not squeezed: spread against another it would become 3 x 3 without a word.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from configs.errors import ConfigError, did_you_mean
+from configs.functions import check_params
+from configs.schema import RewardPart
 from rollout.records import Consequence, Outcome, Score, Status
 
-GIVEN = ("completion", "answer", "prompt", "prompt_id")
+PLURALS = {
+    "completion": "completions",
+    "answer": "answers",
+    "prompt": "prompts",
+    "prompt_id": "prompt_ids",
+    "num_tokens": "nums_tokens",
+}
+GIVEN = (*PLURALS, *PLURALS.values())
 MAX_TEXT = 10_000  # characters kept of an extracted answer or a message; the cut says so
 
 
@@ -67,6 +81,8 @@ class Verdict:
     accuracy: float | None = None  # 0..1, filters; without one, value clipped to [0, 1]
     outcome: Outcome | str | None = None  # without one: right where accuracy >= 0.5, else wrong
     extracted: str | None = None  # the answer that was read from the completion
+    measures: Mapping[str, float] = field(default_factory=dict)  # further numbers to log, by name
+    detail: str = ""  # words for the log, such as a compiler's message
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +94,23 @@ class Verifier:
     positional: tuple[str, ...]  # positional-only parameters, in order
     named: tuple[str, ...]
     params: Mapping[str, Any]
+    is_batch: bool  # it takes the plurals
+    is_async: bool  # it can be cancelled
 
 
-def bind_verifier(name: str, function: Callable[..., Any], params: Mapping[str, Any], key: str) -> Verifier:
-    """Work out from the signature what ``function`` is given.
+def bind_verifier(function: Callable[..., Any], part: RewardPart, key: str) -> Verifier:
+    """Work out from the signature what the ``function`` of a reward part is given.
 
-    ``params`` have passed ``configs.functions.check_params``, so keyword-only parameters are settled. Raises `RewardError`,
-    naming the configuration ``key``, where another parameter is no part of an item and has no default.
+    The part's ``params`` have passed ``configs.functions.check_params``, so keyword-only parameters are settled. Raises
+    `RewardError`, naming the configuration ``key`` of the part, where another parameter is no part of an item and has no default,
+    where one item and many are mixed, and where the part's own keys do not suit the function.
     """
     positional: list[str] = []
     named: list[str] = []
+    open_ended = False
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
-            named += [given for given in GIVEN if given not in (*positional, *named)]
+            open_ended = True
         elif parameter.name in GIVEN:
             (positional if parameter.kind is parameter.POSITIONAL_ONLY else named).append(parameter.name)
         elif (
@@ -98,30 +118,136 @@ def bind_verifier(name: str, function: Callable[..., Any], params: Mapping[str, 
             and parameter.default is parameter.empty
         ):
             raise RewardError(
-                f"{key}.function: '{name}' has the parameter '{parameter.name}', which is none of {', '.join(GIVEN)}"
+                f"{key}.function: '{part.function}' has the parameter '{parameter.name}', which is none of {', '.join(GIVEN)}"
                 "; a setting of its own goes behind a * in the signature"
             )
-    return Verifier(name=name, function=function, positional=tuple(positional), named=tuple(named), params=dict(params))
+    of_one, of_many = ([name for name in (*positional, *named) if name in names] for names in (PLURALS, PLURALS.values()))
+    if of_one and of_many:
+        raise RewardError(
+            f"{key}.function: '{part.function}' has the parameters '{of_one[0]}', of one item, and '{of_many[0]}', of many; "
+            f"'{PLURALS[of_one[0]]}' works"
+        )
+    if open_ended:
+        named += [name for name in (PLURALS.values() if of_many else PLURALS) if name not in (*positional, *named)]
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+    _check_part(function, part, key, is_async=is_async)
+    return Verifier(
+        name=part.function,
+        function=function,
+        positional=tuple(positional),
+        named=tuple(named),
+        params=dict(part.params),
+        is_batch=bool(of_many),
+        is_async=is_async,
+    )
 
 
-def judge(verifier: Verifier, item: RewardItem, run: Callable[[Awaitable[Any]], Any]) -> Score:
-    """Call the verifier on one item; ``run`` waits for what an async function returns. Never raises.
+def _check_part(function: Callable[..., Any], part: RewardPart, key: str, *, is_async: bool) -> None:
+    if getattr(function, "executes_answers", False) and not (part.confined and part.num_processes):
+        raise RewardError(
+            f"{key}.function: '{part.function}' executes what it finds in an answer, so it must be shut in: {key}.confined=true "
+            f"with {key}.num_processes=1 or more works"
+        )
+    if part.concurrency > 1 and not is_async:
+        raise RewardError(
+            f"{key}.concurrency={part.concurrency}: '{part.function}' is a plain function, and only calls of an async one can be under "
+            f"way at once; {key}.concurrency=1 with {key}.num_processes={part.concurrency} works"
+        )
 
-    The score is of this verifier alone: ``parts`` is empty.
+
+def judge(
+    verifier: Verifier, items: Sequence[RewardItem], options: Mapping[str, Any], run: Callable[[Awaitable[Any]], Any]
+) -> list[Score]:
+    """Call the verifier once and read its return: one score an item, of this verifier alone (``parts`` is empty). Never raises.
+
+    Args:
+        items: one, or several for a batch verifier.
+        options: keyword parameters over those of the configuration.
+        run: waits for what an async function returns.
     """
     begun = time.perf_counter()
     try:
-        positional = [getattr(item, key) for key in verifier.positional]
-        named = {key: getattr(item, key) for key in verifier.named}
-        returned = verifier.function(*positional, **named, **verifier.params)
+        returned = _call(verifier, items, options)
         if inspect.isawaitable(returned):
             returned = run(returned)
-        verdict = read_return(returned)
     # BaseException: a verifier that calls sys.exit() has failed on this item, it has not ended the process.
     except BaseException as error:
+        returned = _Raised(error)
+    return _read_call(verifier, returned, len(items), time.perf_counter() - begun)
+
+
+async def judge_async(verifier: Verifier, items: Sequence[RewardItem], options: Mapping[str, Any]) -> list[Score]:
+    """`judge` for an async verifier, within a running loop. Raises CancelledError alone, where the caller cancels it."""
+    begun = time.perf_counter()
+    try:
+        returned = await _call(verifier, items, options)
+    except BaseException as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        returned = _Raised(error)
+    return _read_call(verifier, returned, len(items), time.perf_counter() - begun)
+
+
+@dataclass(frozen=True, slots=True)
+class _Raised:
+    """What the call raised, as against an exception that it returned."""
+
+    error: BaseException
+
+
+def _call(verifier: Verifier, items: Sequence[RewardItem], options: Mapping[str, Any]) -> Any:
+    params = verifier.params
+    if options:
+        params = {**params, **options}
+        check_params(verifier.function, params, "options", GIVEN)
+    if not verifier.is_batch:
+        (item,) = items
+        positional, named = ([getattr(item, name) for name in names] for names in (verifier.positional, verifier.named))
+    else:
+        columns = {plural: [getattr(item, name) for item in items] for name, plural in PLURALS.items()}
+        positional, named = ([columns[name] for name in names] for names in (verifier.positional, verifier.named))
+    return verifier.function(*positional, **dict(zip(verifier.named, named, strict=True)), **params)
+
+
+def _read_call(verifier: Verifier, returned: Any, num_items: int, time_s: float) -> list[Score]:
+    """The scores in what one call returned or raised; each item bears an equal share of its time."""
+    results: list[Any]
+    try:
+        if isinstance(returned, _Raised):
+            results = [returned.error] * num_items
+        elif verifier.is_batch:
+            results = _listed(returned, num_items)
+        else:
+            results = [read_return(returned)]
+    except Exception as error:
+        results = [error] * num_items
+    return [_read_result(verifier, result, time_s / num_items) for result in results]
+
+
+def _listed(returned: Any, num_items: int) -> list[Any]:
+    # An array or a tensor is known by its shape: no library of tensors is imported here.
+    shape = getattr(returned, "shape", None)
+    if shape is not None and len(shape) == 1:
+        returned = returned.tolist()
+    elif shape is not None:
+        raise TypeError(f"expected {num_items} results, got an array of shape {tuple(shape)}")
+    if not isinstance(returned, (list, tuple)):
+        raise TypeError(f"expected {num_items} results in a list, got {cut(repr(returned))} of type {type(returned).__name__}")
+    if len(returned) != num_items:
+        raise ValueError(f"expected {num_items} results, got {len(returned)}")
+    return list(returned)
+
+
+def _read_result(verifier: Verifier, result: Any, time_s: float) -> Score:
+    try:
+        verdict = result if isinstance(result, BaseException) else read_return(result)
+    except Exception as error:
+        verdict = error
+    if isinstance(verdict, BaseException):
         known = ((InvalidItem, Status.INVALID), (Abstain, Status.ABSTAIN), (TimeoutError, Status.TIMEOUT))
-        status = next((status for kind, status in known if isinstance(error, kind)), Status.ERROR)
-        return failed(status, f"{verifier.name}: {describe(error)}", time.perf_counter() - begun)
+        status = next((status for kind, status in known if isinstance(verdict, kind)), Status.ERROR)
+        return failed(status, f"{verifier.name}: {describe(verdict)}", time_s)
     return Score(
         status=Status.OK,
         outcome=Outcome(verdict.outcome or Outcome.NONE),
@@ -129,9 +255,9 @@ def judge(verifier: Verifier, item: RewardItem, run: Callable[[Awaitable[Any]], 
         accuracy=verdict.accuracy,
         parts={},
         extracted=verdict.extracted,
-        time_s=time.perf_counter() - begun,
-        detail="",
-        measures={},
+        time_s=time_s,
+        detail=verdict.detail,
+        measures=verdict.measures,
         consequence=Consequence.NONE,
     )
 
@@ -153,9 +279,16 @@ def read_return(returned: Any) -> Verdict:
     if not 0.0 <= accuracy <= 1.0:
         raise ValueError(f"returned the accuracy {accuracy}, which is not in [0, 1]")
     by_accuracy = Outcome.RIGHT if accuracy >= 0.5 else Outcome.WRONG
-    outcome = by_accuracy if returned.outcome is None else Outcome(returned.outcome)
-    extracted = None if returned.extracted is None else cut(str(returned.extracted))
-    return Verdict(value=value, accuracy=accuracy, outcome=outcome, extracted=extracted)
+    if not isinstance(returned.measures, Mapping):
+        raise TypeError(f"returned the measures {cut(repr(returned.measures))}, not a dict of numbers by name")
+    return Verdict(
+        value=value,
+        accuracy=accuracy,
+        outcome=by_accuracy if returned.outcome is None else Outcome(returned.outcome),
+        extracted=None if returned.extracted is None else cut(str(returned.extracted)),
+        measures={str(name): _number(number, f"measure '{name}'") for name, number in returned.measures.items()},
+        detail=cut(str(returned.detail)),
+    )
 
 
 def failed(status: Status, detail: str, time_s: float) -> Score:

@@ -24,4 +24,4 @@ def load_verifier(name: str, part: RewardPart) -> Verifier:
     key = f"reward.parts.{name}"
     function = resolve_function(part.function, VERIFIERS, f"{key}.function", entry_points=ENTRY_POINTS)
     check_params(function, part.params, f"{key}.params", GIVEN)
-    return bind_verifier(part.function, function, part.params, key)
+    return bind_verifier(function, part, key)

@@ -93,7 +93,7 @@ def _score_chunk(
             for name in judging:
                 connection.sendall(unsent + _line("begin", number, name))
                 unsent = b""
-                scores[name] = judge(verifiers[name], item, run)
+                (scores[name],) = judge(verifiers[name], [item], {}, run)
             score = compose(judging, scores)
         unsent += _line("done", number, *_SCORE(score))
     connection.sendall(unsent)

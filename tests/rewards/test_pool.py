@@ -249,7 +249,7 @@ def test_the_signature_decides_what_is_given():
         assert score.parts == {"everything": 0.5, "only_answer": 3.0, "all_by_name": 0.0, "length": 3.0}
         assert score.value == 30.5
         assert score.extracted == "q|abc|3|p7"
-        assert pool.score([item("", part="all_by_name")])[0].extracted == "answer,completion,prompt,prompt_id"
+        assert pool.score([item("", part="all_by_name")])[0].extracted == "answer,completion,num_tokens,prompt,prompt_id"
         with pytest.raises(RewardError, match="'lenght' is unknown"):
             pool.score([item("", part="lenght")])
 
@@ -267,7 +267,7 @@ def test_answers_arrive_as_they_are():
         ("exact_intger", {}, "exact_integer"),
         ("exact_integer", {"lst": True}, "reward.parts.mine.params.lst"),
         (f"{HOSTILE}:obay", {}, "obey"),
-        (f"{HOSTILE}:needs_more", {}, "'gold', which is none of completion, answer, prompt, prompt_id"),
+        (f"{HOSTILE}:needs_more", {}, "'gold', which is none of completion, answer, prompt, prompt_id, num_tokens, completions"),
         (f"{HOSTILE}:everything", {}, "scale"),
         ("no_such_module.f", {}, "no_such_module"),
         ("{tmp}/missing.py:f", {}, "missing.py"),
