@@ -33,6 +33,7 @@ __all__ = ["ConfigError", "dump_config", "load_config", "shipped_files"]
 
 _OURS = Path(__file__).parent
 _ROOT = "config"
+_SEVERAL = {"data", "reward"}  # groups whose files fill a map by name: reward=[math,overlong] takes the parts of both
 _SECRET_WORDS = {"key", "apikey", "token", "secret", "password", "passwd", "authorization", "credential", "credentials"}
 _OWN_KEYS = {field.name for _, field in schema_keys(Config)}
 _URL_LOGIN = re.compile(r"(\w+://)[^/\s@]+@")
@@ -43,9 +44,9 @@ def load_config(overrides: Sequence[str], config_dir: Path | None = None, *, com
     """The checked configuration of a run.
 
     Args:
-        overrides: in Hydra's grammar: ``group=file`` picks a YAML, ``key=value`` sets one key, ``~key`` removes one from a map.
-            With ``resume=RUN_DIR`` among them, or ``checkpoint_dir`` in a run's folder, they apply to the configuration stored
-            with that run.
+        overrides: in Hydra's grammar: ``group=file`` picks a YAML (of ``reward`` and ``data`` several, ``reward=[math,overlong]``),
+            ``key=value`` sets one key, ``~key`` removes one from a map. With ``resume=RUN_DIR`` among them, or ``checkpoint_dir`` in a
+            run's folder, they apply to the configuration stored with that run.
         config_dir: a folder of the user's own YAML groups.
         combinations: whether refused combinations raise.
 
@@ -54,7 +55,7 @@ def load_config(overrides: Sequence[str], config_dir: Path | None = None, *, com
     """
     parsed = [_parse(text) for text in overrides]
     files = _yaml_files(config_dir)
-    picks = [o for o in parsed if o.key_or_group in files and (o.is_delete() or isinstance(o.value(), (str, type(None))))]
+    picks = [o for o in parsed if o.key_or_group in files and _is_pick(o)]
     keys = [o for o in parsed if o not in picks]
     stored = _stored_run(keys)
     config = _compose(picks, files, config_dir) if stored is None else _read_stored(stored, picks)
@@ -92,6 +93,12 @@ def _parse(text: str) -> Override:
     return override
 
 
+def _is_pick(override: Override) -> bool:
+    """Whether a group's key names files, rather than setting the keys they hold."""
+    several = isinstance(override.value(), list) and override.key_or_group in _SEVERAL
+    return override.is_delete() or several or isinstance(override.value(), (str, type(None)))
+
+
 def _yaml_files(config_dir: Path | None) -> dict[str, list[str]]:
     """Names of the YAML files of every group: ours, then the user's."""
     if config_dir is not None and not config_dir.is_dir():
@@ -113,11 +120,12 @@ def _compose(picks: list[Override], files: Mapping[str, list[str]], config_dir: 
         group, name = pick.key_or_group, pick.value()
         if name is None and group != "experiment" and not pick.is_delete():
             raise ConfigError(f"{group}=null: name a file; there are {', '.join(files[group])}")
-        if name is not None and name not in files[group]:
-            hint = did_you_mean(name, files[group])
-            if re.search(r"[.:]", name):
-                hint = f"; a function of your own is {group}.name={name}"
-            raise ConfigError(f"{group}={name}: no such file; there are {', '.join(files[group])}{hint}")
+        named = name if isinstance(name, list) else [] if name is None else [name]
+        for missing in (str(n) for n in named if n not in files[group]):
+            hint = did_you_mean(missing, files[group])
+            if re.search(r"[.:]", missing):
+                hint = f"; a function of your own is {group}.name={missing}"
+            raise ConfigError(f"{group}={missing}: no such file; there are {', '.join(files[group])}{hint}")
         ours = (_OURS / group).is_dir()  # all our groups are in the defaults list; one of the user's is added to it
         arguments.append(("" if ours or pick.is_delete() else "+") + pick.input_line.lstrip("+"))
     try:
