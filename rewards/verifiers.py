@@ -10,7 +10,11 @@ VERIFIERS: dict[str, str] = {
     "choice": "rewards.choice.choice",
     "exact": "rewards.exact.exact",
     "exact_integer": "rewards.exact.exact_integer",
+    "format": "rewards.text_rewards.format_reward",
+    "length": "rewards.text_rewards.length",
     "numeric": "rewards.exact.numeric",
+    "overlong": "rewards.text_rewards.overlong",
+    "repetition": "rewards.text_rewards.repetition_penalty",
 }
 
 ENTRY_POINTS = "limen.verifiers"  # the group under which installed packages offer verifiers of their own
