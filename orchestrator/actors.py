@@ -210,8 +210,9 @@ class RewardActor:
 
     def score(
         self, parcel: Sequence[Group], questions: Sequence[tuple[int, str, Any, str | None, str]]
-    ) -> list[tuple[Score, ...]]:
-        """Scores the groups of a parcel at the given places. A question is (place, prompt text, answer, reward part, source)."""
+    ) -> tuple[list[tuple[Score, ...]], int]:
+        """Scores the groups of a parcel at the given places; and how many verifier processes were lost so far. A question is (place,
+        prompt text, answer, reward part, source)."""
         items, sizes = [], []
         for place, prompt, answer, part, source in questions:
             group = parcel[place]
@@ -230,7 +231,7 @@ class RewardActor:
                 for c in group.completions
             ]
         scores = iter(self._pool.score(items))
-        return [tuple(next(scores) for _ in range(size)) for size in sizes]
+        return [tuple(next(scores) for _ in range(size)) for size in sizes], self._pool.health().num_lost
 
     def close(self) -> None:
         self._pool.close()

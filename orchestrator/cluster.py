@@ -23,6 +23,7 @@ import configs
 from configs.errors import ConfigError
 from configs.schema import ClusterConfig, Config, Placement
 from orchestrator.errors import RunStopped
+from orchestrator.reward_plan import num_processes
 from orchestrator.threads import private_books, usable_cpus
 
 JOIN_S = 20.0  # for the instance to answer that the run is to join
@@ -44,7 +45,7 @@ class Demand:
             return cls(num_cpus=config.learner.num_ranks, num_gpus=config.learner.num_ranks if gpu else 0)
         engines, ranks = config.rollout.num_workers * config.rollout.tensor_parallel_size, config.learner.num_ranks
         gpus = engines if config.cluster.placement is Placement.colocated else engines + ranks
-        return cls(num_cpus=engines + ranks + config.reward.num_workers, num_gpus=gpus if gpu else 0)
+        return cls(num_cpus=engines + ranks + num_processes(config.reward), num_gpus=gpus if gpu else 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,6 +181,12 @@ def _with_engine(config: Config, ask: Callable[[RayFleet, RayScorer, Material], 
         waits, deadlines = Waits(), config.deadlines
         actors: list[Any] = []
         interrupt = Interrupt(lambda: False, print)
+
+        def replace_pool(node: str, reason: str) -> Any:
+            print(f"warning: the reward pool of node {node} was lost and is made anew ({reason})")
+            actors.append(launcher.reward_pool(node))
+            return actors[-1]
+
         try:
             await launcher.reserve(with_ranks=False)
             workers = [launcher.rollout_worker(i, model_path=model_path) for i in range(config.rollout.num_workers)]
@@ -189,7 +195,7 @@ def _with_engine(config: Config, ask: Callable[[RayFleet, RayScorer, Material], 
             started = asyncio.gather(*(actor.facts.remote() for actor in actors))
             await waits.wait(started, owner="actors", name="start", deadline_s=deadlines.start_s)
             fleet = RayFleet(workers, request_maker(config, stuff))
-            answer = ask(fleet, RayScorer(pools, launcher.nodes, stuff.by_id), stuff)
+            answer = ask(fleet, RayScorer(pools, launcher.nodes, stuff.by_id, replace_pool), stuff)
             try:
                 return await waits.wait(answer, owner="rollout workers", name="completions", deadline_s=deadlines.evaluate_s)
             finally:

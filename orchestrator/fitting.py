@@ -24,6 +24,7 @@ from orchestrator.footprint import (
     reference_bytes,
     weight_bytes,
 )
+from orchestrator.reward_plan import memory_limits, num_processes
 from orchestrator.shapes import Shape
 from orchestrator.threads import private_books
 
@@ -224,15 +225,17 @@ def _node_use(config: Config, shape: Shape, nodes: Nodes, learner: Use, engine: 
     else:
         items.append(Item(f"{engines} x an engine", engines * engine.total, True))
         items.append(Item(f"{config.learner.num_ranks} x a learner rank", config.learner.num_ranks * learner.total, True))
-    if config.reward.memory_gib is not None:
-        limit = int(config.reward.num_workers * config.reward.memory_gib * GIB)
-        items.append(Item(f"{config.reward.num_workers} verifiers at their limit", limit, False))
+    limits = memory_limits(config.reward)
+    if limits:
+        items.append(Item(f"{len(limits)} verifiers at their limit", int(sum(limits) * GIB), False))
     return Use(tuple(items))
 
 
 def asked_cpus(config: Config) -> int:
     """What a run on CPU asks of Ray: one an engine's device, one a learner rank, one a verifier."""
-    return config.rollout.num_workers * config.rollout.tensor_parallel_size + config.learner.num_ranks + config.reward.num_workers
+    return (
+        config.rollout.num_workers * config.rollout.tensor_parallel_size + config.learner.num_ranks + num_processes(config.reward)
+    )
 
 
 def _books_problem(config: Config, machines: Machines) -> list[str]:

@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 
 from ray.exceptions import RayActorError, RayError
 
+from orchestrator.errors import RunStopped
 from orchestrator.handles import Lost
 from orchestrator.stages import Address, Finished, Scored
 from rollout.engine import EngineError, GroupRequest
-from rollout.records import Prompt, Purpose, Visit
+from rollout.records import Consequence, Prompt, Purpose, Score, Visit
 
 T = TypeVar("T")
 
@@ -216,15 +217,30 @@ def words(error: BaseException) -> str:
 class RayScorer:
     """Scores parcels on the node that holds them."""
 
-    def __init__(self, pools: Mapping[str, Any], nodes: Mapping[str, str], prompts: Mapping[str, Prompt]) -> None:
-        """``pools`` are the reward actors by node, ``nodes`` the node of each worker by its name."""
-        self._pools = pools
+    def __init__(
+        self,
+        pools: Mapping[str, Any],
+        nodes: Mapping[str, str],
+        prompts: Mapping[str, Prompt],
+        replace: Callable[[str, str], Any],
+    ) -> None:
+        """``pools`` are the reward actors by node, ``nodes`` the node of each worker by its name; ``replace`` makes a node's pool anew,
+        told why."""
+        self._pools = dict(pools)
         self._nodes = nodes
         self._prompts = prompts
+        self._replace = replace
+        self._num_lost: dict[str, int] = {}
 
-    def _pool(self, worker: str) -> Any:
-        """Of the worker's node. A worker that started anew on a node without one, its own being lost, sends its text to another."""
-        return self._pools.get(self._nodes.get(worker, "")) or next(iter(self._pools.values()))
+    @property
+    def num_lost(self) -> int:
+        """Verifier processes that were killed or died, in the pools as they are now."""
+        return sum(self._num_lost.values())
+
+    def _node(self, worker: str) -> str:
+        """The worker's. One that started anew on a node without a pool, its own being lost, sends its text to another."""
+        node = self._nodes.get(worker, "")
+        return node if node in self._pools else next(iter(self._pools))
 
     async def score(self, finished: Sequence[Finished]) -> list[Scored]:
         parcels: dict[Any, list[Finished]] = defaultdict(list)
@@ -239,5 +255,28 @@ class RayScorer:
         for item in items:
             prompt = self._prompts[item.meta.visit.prompt_id]
             questions.append((item.address.place, prompt.text, prompt.answer, prompt.reward, prompt.source))
-        scores = await self._pool(items[0].meta.worker).score.remote(parcel, questions)
+        scores = await self._ask(self._node(items[0].meta.worker), parcel, questions)
+        for item, of_group in zip(items, scores, strict=True):
+            _stop_where_told(item.meta.visit, of_group)
         return [Scored(item.meta, item.address, score) for item, score in zip(items, scores, strict=True)]
+
+    async def _ask(self, node: str, parcel: Any, questions: Sequence[Any]) -> list[tuple[Score, ...]]:
+        """A pool's actor that is lost is replaced, and asked once more."""
+        pool = self._pools[node]
+        try:
+            scores, num_lost = await pool.score.remote(parcel, questions)
+        except RayActorError as error:
+            if self._pools[node] is pool:  # once, however many parcels lose it
+                self._pools[node] = self._replace(node, words(error))
+            try:
+                scores, num_lost = await self._pools[node].score.remote(parcel, questions)
+            except RayActorError as again:
+                raise RunStopped(f"the reward pool of node {node} was lost twice over the same groups: {words(again)}") from again
+        self._num_lost[node] = num_lost
+        return scores
+
+
+def _stop_where_told(visit: Visit, scores: Sequence[Score]) -> None:
+    for score in scores:
+        if score.consequence is Consequence.FAIL:
+            raise RunStopped(f"a verifier gave no verdict, and its policy is `fail`: prompt {visit.prompt_id!r}: {score.detail}")

@@ -49,7 +49,8 @@ class Fleet(Protocol):
 
 class Scorer(Protocol):
     async def score(self, finished: Sequence[Finished]) -> list[Scored]:
-        """A score for every completion, in order. A verifier that fails gives a status, never an exception."""
+        """A score for every completion, in order. A verifier that fails gives a status; only where its policy is `fail` this raises
+        RunStopped."""
 
 
 class LearnerHandle(Protocol):

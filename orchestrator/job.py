@@ -40,6 +40,7 @@ from orchestrator.push import RayPusher
 from orchestrator.ranks import RayLearner
 from orchestrator.recorder import Recorder
 from orchestrator.replay import ReplayFleet, ReplayPusher, ReplayScorer, check_length
+from orchestrator.reward_plan import isolation_levels, longest_s
 from orchestrator.run_folder import write_json
 from orchestrator.shared_folder import prove_shared
 from orchestrator.stages import Batch, Finished, LoopState, Scored, StepOutcome
@@ -102,6 +103,7 @@ class Job:
             if resumed.state["evaluation_before"]:
                 self._evaluations[0] = Evaluation.from_json(resumed.state["evaluation_before"])
         self._watch = Watch()
+        self._rewards: RayScorer | None = None  # there is none in a replay
         self._loop: Loop | None = None
         self._turns: Turns | None = None  # where engines and learner have the same devices
         self._actors: list[Any] = []
@@ -129,6 +131,7 @@ class Job:
         await self._start_wait(proof, "learner", "a look into the checkpoint folder")
         if self._resumed:
             await self._start_wait(self._learner.load(self._resumed.learner), "learner", "load")
+        await self._tell_isolation(pools)
         self._make_handles(pools)
         if self._turns:  # engines measure what the ranks leave free
             await self._turns.lay_aside()
@@ -148,6 +151,18 @@ class Job:
         await self._start_wait(self._pusher.push(self._version), "push", f"version {self._version}")
         self._seconds["start"] = time.monotonic() - started
 
+    async def _tell_isolation(self, pools: dict[str, Any]) -> None:
+        """What each verifier that runs programs shuts them in with, on every node. Raises where a node lacks what is demanded."""
+        levels = isolation_levels(self.config.reward) if pools else {}
+        if levels:
+            asked = asyncio.gather(*(pool.isolation.remote(levels) for pool in pools.values()))
+            rungs = dict(zip(pools, await self._start_wait(asked, "reward pools", "isolation"), strict=True))
+            self.event("isolation", nodes=rungs)
+            for line in sorted(
+                {f"isolation of reward.parts.{part}: {rung}" for of in rungs.values() for part, rung in of.items()}
+            ):
+                self.view.line(line)
+
     def _make_handles(self, pools: dict[str, Any]) -> None:
         config, record = self.config, self._material.record
         if record:
@@ -156,7 +171,8 @@ class Job:
             self._pusher: Any = ReplayPusher(self._learner, self._fleet)
         else:
             self._fleet = RayFleet([], material.request_maker(config, self._material))
-            self._scorer = RayScorer(pools, self._launcher.nodes, self._material.by_id)
+            self._rewards = RayScorer(pools, self._launcher.nodes, self._material.by_id, self._replace_pool)
+            self._scorer = self._rewards
             self._make_pusher()
         if config.shuffle_rewards:
             self._scorer = ShufflingScorer(self._scorer, config.seed)
@@ -185,6 +201,13 @@ class Job:
         worker = self._launcher.rollout_worker(slot, replacement=number)
         self._actors.append(worker.actor)
         return worker
+
+    def _replace_pool(self, node: str, reason: str) -> Any:
+        self.event("reward_pool_replaced", node=node, reason=reason)
+        self.view.line(f"warning: the reward pool of node {node} was lost and is made anew ({reason})")
+        pool = self._launcher.reward_pool(node)
+        self._actors.append(pool)
+        return pool
 
     async def close(self) -> None:
         """Ends the actors, each within its deadline, and the files."""
@@ -262,7 +285,7 @@ class Job:
             max_token_lag=config.rollout.max_token_lag,
             max_failed_share=config.reward.max_failed_share,
             num_steps=self.num_steps,
-            verifier_s=config.reward.timeout_s / config.reward.num_workers,
+            verifier_s=longest_s(config.reward),
             deadlines=widened(config.deadlines) if self._turns else config.deadlines,
         )
 
@@ -275,6 +298,8 @@ class Job:
         self._step = step = outcome.batch.step
         self._version = outcome.batch.version + bool(outcome.batch.groups)
         metrics = outcome.metrics | step_metrics(outcome, self._material.by_id) | {"time/loop_lag_s": self._lag.take()}
+        if self._rewards is not None:
+            metrics["verifier/num_lost"] = self._rewards.num_lost
         for name in ("generate", "prepare", "train", "push"):
             self._seconds[name] += metrics.get(f"time/{name}_s", 0.0)
         every = self.config.evaluation.every
@@ -365,6 +390,7 @@ class Job:
         self._saved_step = step
         self._seconds["checkpoint"] += time.monotonic() - started
         self._recorder.event("checkpoint", step=step, folder=self.checkpoint.name)
+        self._recorder.rewards()
 
     async def _write(self, state: dict[str, Any], held: LoopState) -> Path:
         groups = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from orchestrator.actors import LearnerActor, RewardActor, RolloutActor
 from orchestrator.fleet import Worker
 from orchestrator.material import Material
 from orchestrator.placement import Bundle, Reservation, reserve
+from orchestrator.reward_plan import num_processes
 from orchestrator.threads import thread_budget, usable_cpus
 from orchestrator.waits import DeadlinePassed, Waits
 from rollout.engine import engine_environment
@@ -34,6 +36,7 @@ class Launcher:
         self._gpu = stuff.num_gpus > 0
         self.threads = thread_budget(config, usable_cpus(), stuff.num_parameters)
         self._places: dict[str, Reservation] = {}
+        self._num_pools: Counter[str] = Counter()  # made so far, by node
         self.nodes: dict[str, str] = {}  # of each worker, by its name: where its groups lie
 
     async def reserve(self, *, with_ranks: bool, with_engines: bool = True) -> None:
@@ -63,7 +66,7 @@ class Launcher:
 
     async def _reserve_rewards(self) -> None:
         nodes = sorted(set(self._places["workers"].nodes()))
-        pools = [{"CPU": float(self._config.reward.num_workers)}] * len(nodes)
+        pools = [{"CPU": float(num_processes(self._config.reward))}] * len(nodes)
         self._places["rewards"] = await reserve("the verifiers", pools, "SPREAD", nodes=nodes)
 
     def _bundle(self, devices: int, *, sharers: int = 1) -> Bundle:
@@ -113,13 +116,17 @@ class Launcher:
     def rewards(self) -> dict[str, Any]:
         """A reward pool on every node that has rollout workers, by the node's id: text is scored where it lies. It holds one CPU a
         verifier process in Ray's books."""
-        places, pools = self._places["rewards"], {}
-        for place, node in enumerate(places.nodes()):
-            env = {"OMP_NUM_THREADS": "1"}
-            options = cluster.actor_options(f"rewards-{place}", **places.asks(place), env=env, concurrency=8)
-            actor = ray.remote(RewardActor).options(**options, **places.at(place))
-            pools[node] = actor.remote(self._config.reward)
-        return pools
+        return {node: self.reward_pool(node) for node in self._places["rewards"].nodes()}
+
+    def reward_pool(self, node: str) -> Any:
+        """The pool of a node; once more where the one before is gone."""
+        places = self._places["rewards"]
+        place, number = places.nodes().index(node), self._num_pools[node]
+        self._num_pools[node] += 1
+        name = f"rewards-{place}" + (f".{number}" if number else "")
+        options = cluster.actor_options(name, **places.asks(place), env={"OMP_NUM_THREADS": "1"}, concurrency=8)
+        actor = ray.remote(RewardActor).options(**options, **places.at(place))
+        return actor.remote(self._config.reward)
 
 
 async def close_actors(actors: Sequence[Any], waits: Waits, deadline_s: float) -> None:

@@ -34,7 +34,7 @@ from orchestrator.ledger import Ledger, Pick
 from orchestrator.metrics import pass_rate_histogram, status_counts
 from orchestrator.stages import Batch, Finished, Judged, Kept, LoopState, Scored, StepOutcome
 from orchestrator.waits import Waits
-from rollout.records import GroupMeta, Score, Status, Visit
+from rollout.records import Consequence, GroupMeta, Score, Status, Visit
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,10 +258,10 @@ class Loop:
         if not proven:
             self._ask_again(pick, "unproven")
             return
-        decision = self._select(scored.scores)
-        self._judged[pick.order] = Judged(pick, scored, decision.reason)
-        if decision.reason is not None:
-            self._drop(pick, decision.reason)
+        reason = _dropped_by_policy(scored.scores) or self._select(scored.scores).reason
+        self._judged[pick.order] = Judged(pick, scored, reason)
+        if reason is not None:
+            self._drop(pick, reason)
         else:
             self._ledger.keep(pick.visit)
             self._buffer[pick.order] = Kept(pick, scored)
@@ -378,14 +378,16 @@ class Loop:
 
     def _check_verifiers(self) -> None:
         statuses = status_counts(self._seen)
-        failed = statuses.total() - statuses[Status.OK]
+        details = Counter(score.detail for scored in self._seen for score in scored.scores if not score.has_verdict)
+        failed = details.total()
         if failed > self._settings.max_failed_share * statuses.total():
-            details = Counter(score.detail for scored in self._seen for score in scored.scores if score.status is not Status.OK)
             detail, times = details.most_common(1)[0]
+            zeroed = failed - (statuses.total() - statuses[Status.OK])
+            counts = [f"{status}: {count}" for status, count in statuses.items()] + [f"zeroed of these: {zeroed}"] * bool(zeroed)
             self._observer.event("verifier_failed", step=self.step + 1, messages=dict(details.most_common(20)))
             raise RunStopped(
                 f"the verifier failed on {failed} of {statuses.total()} completions of step {self.step + 1} "
-                f"({', '.join(f'{status}: {count}' for status, count in statuses.items())}), more than "
+                f"({', '.join(counts)}), more than "
                 f"reward.max_failed_share={self._settings.max_failed_share:g} allows; {times} times it said: {detail or 'nothing'}"
             )
 
@@ -424,6 +426,11 @@ class Loop:
             "time/push_s": time.monotonic() - end,
         }
         return prepared | report.metrics | pushed | times
+
+
+def _dropped_by_policy(scores: Sequence[Score]) -> str | None:
+    """The reason, such as ``verifier_timeout``, where the policy of a missing verdict drops the whole group."""
+    return next((f"verifier_{score.status}" for score in scores if score.consequence is Consequence.DROP_GROUP), None)
 
 
 def _raise_first(task: asyncio.Task[None]) -> None:

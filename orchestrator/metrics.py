@@ -13,7 +13,7 @@ from statistics import fmean, pstdev
 import numpy as np
 
 from orchestrator.stages import Scored, StepOutcome
-from rollout.records import Prompt, Status, pass_rate
+from rollout.records import Consequence, Prompt, Score, Status, pass_rate
 
 LOOP_REASONS = {"surplus", "late"}  # for these the loop drops a group that selection kept, or never saw
 
@@ -52,10 +52,28 @@ def step_metrics(outcome: StepOutcome, prompts: Mapping[str, Prompt]) -> dict[st
     metrics |= {_drop_name(reason): n for reason, n in sorted(outcome.dropped.items())}
     statuses = status_counts(seen)
     metrics |= {f"verifier/{status}": statuses[status] for status in Status}
+    metrics |= _verifier_metrics([score for scored in seen for score in scored.scores])
     if batch.groups:
         lags = [batch.version - kept.scored.meta.min_version for kept in batch.groups]
         metrics |= {"stale/versions": fmean(lags), "stale/max_versions": max(lags)}
     return metrics | _throughput(outcome, sum(lengths))
+
+
+def _verifier_metrics(scores: Sequence[Score]) -> dict[str, float]:
+    """Means of each reward part's value and of what its verifier measured, over the completions that have one; how many got a value
+    from a policy, for lack of a verdict; times."""
+    numbers: dict[str, list[float]] = defaultdict(list)
+    for score in scores:
+        for name, value in score.parts.items():
+            numbers[f"reward/{name}_mean"].append(value)
+        for name, value in score.measures.items():
+            numbers[f"reward/{name}"].append(value)
+    metrics: dict[str, float] = {"verifier/zeroed": sum(score.consequence is Consequence.ZERO for score in scores)}
+    metrics |= {name: fmean(values) for name, values in sorted(numbers.items())}
+    if scores:
+        times = [score.time_s for score in scores]
+        metrics |= {"time/verifier_p95_s": float(np.percentile(times, 95)), "time/verifier_max_s": max(times)}
+    return metrics
 
 
 def num_with_signal(outcome: StepOutcome) -> int:

@@ -28,6 +28,7 @@ from orchestrator.footprint import (
     mini_batch_samples,
     weight_bytes,
 )
+from orchestrator.reward_plan import num_processes
 from orchestrator.shapes import Shape, model_shape
 from orchestrator.threads import Threads, thread_budget, usable_cpus
 from rollout.sources import load_rows
@@ -221,7 +222,7 @@ def _draw(config: Config, nodes: Nodes) -> Iterator[str]:
         for place, roles in enumerate(node):
             name = f"node {number}" if place == 0 else ""
             yield f"  {name:<9}{kind} {place}  {', '.join(roles) or 'idle'}"
-    yield f"  every node with rollout workers, on CPU: verifier processes, {config.reward.num_workers}"
+    yield f"  every node with rollout workers, on CPU: verifier processes, {num_processes(config.reward)}"
 
 
 def _describe_batch(batch: BatchPlan, config: Config) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What a run writes: metrics.jsonl, events.jsonl, samples, whole groups where asked, TensorBoard."""
+"""What a run writes: metrics.jsonl, events.jsonl, rewards.json, samples, whole groups where asked, TensorBoard."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from torch.utils.tensorboard import SummaryWriter
 
 from configs.schema import LogConfig
 from orchestrator.groups import group_json, score_json
-from orchestrator.run_folder import JsonLines
+from orchestrator.run_folder import JsonLines, write_json
 from orchestrator.stages import Scored, StepOutcome
-from rollout.records import Group, Prompt, Score, Status
+from orchestrator.worst import WorstSamples
+from rollout.records import Group, Prompt, Score
 
 MAX_SAMPLE_CHARACTERS = 4000
 
@@ -35,6 +36,7 @@ class Recorder:
         self._metrics = JsonLines(folder / "metrics.jsonl")
         self._events = JsonLines(folder / "events.jsonl")
         self._samples = JsonLines(folder / "samples" / "samples.jsonl", budget_bytes=int(log.samples_mib * 2**20))
+        self._worst = WorstSamples()
         self._board = SummaryWriter(str(folder / "tensorboard")) if log.tensorboard else None
 
     def event(self, name: str, **fields: object) -> None:
@@ -51,6 +53,11 @@ class Recorder:
     async def groups(self, outcome: StepOutcome) -> None:
         """Some samples of the step, and every kept group whole with ``rollout.record``."""
         self._tell_failures(outcome)
+        for scored in outcome.seen:
+            for index, score in enumerate(scored.scores):
+                visit = scored.meta.visit
+                where = {"step": outcome.batch.step, "visit": visit.number, "index": index}
+                self._worst.add(visit.prompt_id, score, where)
         for scored, index in self._choose(outcome.seen, outcome.batch.step):
             group: Group = (await scored.address.parcel)[scored.address.place]
             row = self._sample(outcome.batch.step, group, scored.scores[index], index, len(outcome.seen) * len(group.completions))
@@ -64,7 +71,7 @@ class Recorder:
             file.close()
 
     def _tell_failures(self, outcome: StepOutcome) -> None:
-        failed = [(s.meta.visit, score) for s in outcome.seen for score in s.scores if score.status is not Status.OK]
+        failed = [(s.meta.visit, score) for s in outcome.seen for score in s.scores if not score.has_verdict]
         for visit, score in failed[:5]:
             self.event(
                 "verifier_failed",
@@ -112,7 +119,12 @@ class Recorder:
             **score_json(score),
         }
 
+    def rewards(self) -> None:
+        """rewards.json: the slowest samples of this incarnation, and the prompts whose verifier failed most often."""
+        write_json(self._folder / "rewards.json", {"incarnation": self._incarnation, **self._worst.as_json()})
+
     def close(self) -> None:
+        self.rewards()
         for file in (self._metrics, self._events, self._samples):
             file.close()
         if self._board is not None:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from rollout.records import Score, Status
+from rollout.records import Score
 
 MOST_ROWS = 20  # of each table
 MOST_NAMES = 4096  # prompts whose failures are counted at once; beyond, those with the fewest are forgotten
@@ -23,7 +23,7 @@ class WorstSamples:
 
     def add(self, prompt_id: str, score: Score, where: Mapping[str, Any]) -> None:
         """``where``: what the sample's row should say of its place, such as its step or line."""
-        failed = score.status is not Status.OK
+        failed = not score.has_verdict
         slow = len(self._slowest) < MOST_ROWS or score.time_s > self._slowest[0][0]
         if not failed and not slow:
             return

@@ -155,6 +155,11 @@ class Score:
     measures: Mapping[str, float]  # further numbers to log, as PART.measure
     consequence: Consequence  # none unless a verifier gave no verdict
 
+    @property
+    def has_verdict(self) -> bool:
+        """Whether the verifier judged; a value that a policy put in place of a verdict is none."""
+        return self.status is Status.OK and self.consequence is not Consequence.ZERO
+
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:

@@ -210,7 +210,7 @@ class Pool:
 
     async def remote(self, parcel, questions):
         self.given.append(parcel)
-        return [() for _ in questions]
+        return [() for _ in questions], len(self.given)
 
 
 def test_text_is_scored_by_the_pool_of_its_workers_node():
@@ -221,7 +221,7 @@ def test_text_is_scored_by_the_pool_of_its_workers_node():
         return Finished(meta, Address(parcel, 0))
 
     pools = {"A": Pool(), "B": Pool()}
-    scorer = RayScorer(pools, {"rollout-0": "A", "rollout-1": "B", "rollout-1.1": "elsewhere"}, {"p": prompt})
+    scorer = RayScorer(pools, {"rollout-0": "A", "rollout-1": "B", "rollout-1.1": "elsewhere"}, {"p": prompt}, replace=None)
     groups = [
         finished("rollout-1", "b"),
         finished("rollout-0", "aa"),
@@ -232,3 +232,4 @@ def test_text_is_scored_by_the_pool_of_its_workers_node():
     assert [item.meta for item in scored] == [item.meta for item in groups]
     assert pools["B"].given == ["b", "bbb"]
     assert pools["A"].given == ["aa", "cccc"]
+    assert scorer.num_lost == 2 + 2

@@ -272,6 +272,35 @@ async def test_a_few_failing_verifiers_do_not():
     assert await world.make().run() == "done"
 
 
+async def test_a_policy_drops_the_whole_group_and_the_metric_says_why():
+    """One completion of prompt p3 timed out, and its policy drops the group: selection would have kept it."""
+    lost = replace(score(0, Status.TIMEOUT), consequence=Consequence.DROP_GROUP)
+    world, seen = World(), []
+    plain = world.scores
+
+    def scores(visit, version):
+        seen.append(visit.prompt_id)
+        return (*plain(visit, version), lost) if visit.prompt_id == "p3" else plain(visit, version)
+
+    world.scores = scores
+    assert await world.make(replace(SETTINGS, num_steps=8), num_prompts=16).run() == "done"
+    dropped = sum(outcome.dropped.get("verifier_timeout", 0) for outcome in world.outcomes)
+    assert dropped == seen.count("p3") == world.loop._ledger.counts["dropped/verifier_timeout"] > 0
+    assert not any(pick.visit.prompt_id == "p3" for batch in world.batches for pick in batch)
+
+
+async def test_values_that_a_policy_puts_for_a_missing_verdict_count_as_failures():
+    """A dead grader whose policy is `zero` must not pass for a model that is always wrong."""
+    zeroed = replace(score(0.0), consequence=Consequence.ZERO, detail="no answer from the grader")
+    world = World()
+    world.scores = lambda visit, version: (score(1.0), zeroed, zeroed)
+    with pytest.raises(
+        RunStopped, match=r"failed on 8 of 12 completions of step 1 \(ok: 12, zeroed of these: 8\).*no answer from"
+    ):
+        await world.make().run()
+    assert await world.make(replace(SETTINGS, max_failed_share=0.7)).run() == "done"
+
+
 async def test_late_groups_are_dropped_only_when_asked():
     world = World(slow=0.03)
     await world.make(replace(SETTINGS, max_lag=3, max_token_lag=1, num_steps=10)).run()

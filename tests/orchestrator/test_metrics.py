@@ -86,6 +86,31 @@ def test_step_metrics_of_a_worked_step():
     assert "drop/surplus" not in metrics, "it depends on the clock"
 
 
+def test_parts_measures_and_missing_verdicts_are_metrics_of_their_own():
+    """Of three completions one failed, and one got a 0 from a policy; a part or measure counts where it is."""
+
+    def judged(status, value, parts, measures, consequence, time_s):
+        return Score(status, Outcome.NONE, value, value, parts, None, time_s, "", measures, consequence)
+
+    scores = (
+        judged(Status.OK, 1.5, {"math": 1.0, "style": 0.5}, {"math.num_steps": 3.0}, Consequence.NONE, 1.0),
+        judged(Status.OK, 0.0, {"math": 0.0, "style": 0.0}, {}, Consequence.ZERO, 2.0),
+        judged(Status.ERROR, None, {"style": 0.1}, {"math.num_steps": 4.0}, Consequence.DROP_SAMPLE, 6.0),
+    )
+    outcome = StepOutcome(Batch(1, 0, ()), (scored("a", *scores),), {"verifier_error": 1}, {})
+    metrics = step_metrics(outcome, PROMPTS)
+    assert metrics["reward/math_mean"] == 0.5
+    assert metrics["reward/style_mean"] == pytest.approx(0.2)
+    assert metrics["reward/math.num_steps"] == 3.5
+    assert (metrics["verifier/ok"], metrics["verifier/zeroed"], metrics["verifier/error"]) == (2, 1, 1)
+    assert metrics["drop/verifier_error"] == 1
+    assert metrics["time/verifier_max_s"] == 6.0
+    assert metrics["time/verifier_p95_s"] == pytest.approx(
+        2 + 0.9 * 4
+    )  # 1, 2, 6: the 95th percentile lies 0.9 of the way up the last gap
+    assert [score.has_verdict for score in scores] == [True, False, False]
+
+
 def test_held_out_prompts_are_cut_by_stratum():
     class Config:
         max_prompts_per_stratum = 1

@@ -399,6 +399,7 @@ REFUSED = {
     # Two cores carry four actors in turn: an engine, a rank, and a verifier for both.
     "rollout.num_workers=5": ("7 CPUs are asked of Ray, which has 4 on 2 cores", "rollout.num_workers=2"),
     "rollout.num_workers=5 plan.cpus=8 cluster.num_cpus=6": ("7 CPUs are asked of Ray, which has 6", "rollout.num_workers=4"),
+    "reward.parts.exact_integer.num_processes=3": ("5 CPUs are asked of Ray, which has 4 on 2 cores", "cluster.num_cpus=5"),
     "reward.num_workers=3": ("5 CPUs are asked of Ray, which has 4 on 2 cores", "cluster.num_cpus=5"),
     # No GPU that is built keeps the keys and values of a million tokens whole: the one case in which another is named.
     "model=qwen3_8b plan.num_gpus=8 rollout.max_new_tokens=1000000": (
@@ -542,6 +543,9 @@ def test_sizes_at_their_edges():
     small = plan_of("plan.num_gpus=2", "learner.zero_stage=2")
     assert items(small.fit.learner)["reduction buffers"] == 4 * 344_928
     assert items(plan_of("reward.memory_gib=2", "reward.num_workers=2").fit.node)["2 verifiers at their limit"] == 4 * GIB
+    # Two parts share two processes of 2 GiB; a third has three of its own, of half a GiB.
+    own = "reward.parts={a: {}, b: {}, c: {num_processes: 3, memory_gib: 0.5}}"
+    assert items(plan_of("reward.memory_gib=2", "reward.num_workers=2", own).fit.node)["5 verifiers at their limit"] == 5.5 * GIB
 
 
 def test_colocated_roles_take_turns_on_a_device_and_lay_aside_in_main_memory():

@@ -1,0 +1,56 @@
+"""What a reward takes before it runs: processes, memory, time, and the sandbox it will use. Plain arithmetic over its configuration: the
+launch and `limen plan` use it alike."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+
+from configs.policies import parse_policy
+from configs.schema import RewardConfig, RewardPart
+from rewards.verifiers import load_verifier
+
+POLICIES = ("on_error", "on_timeout", "on_invalid", "on_abstain")
+
+
+def num_processes(reward: RewardConfig) -> int:
+    """Verifier processes of one node: those the parts share, and those of their own."""
+    return sum(_by_lane(reward).values())
+
+
+def memory_limits(reward: RewardConfig) -> list[float]:
+    """GiB that each verifier process of a node may take, of those with a limit."""
+    limits = []
+    for name, processes in _by_lane(reward).items():
+        limit = reward.parts[name].memory_gib if name else None
+        limits += [limit or reward.memory_gib] * processes
+    return [limit for limit in limits if limit is not None]
+
+
+def longest_s(reward: RewardConfig) -> float:
+    """Seconds that one completion may take in the pool at most, all its processes at work and each call at its deadline."""
+    return sum(
+        _most_calls(part) * (part.timeout_s or reward.timeout_s) / (part.num_processes or reward.num_workers)
+        for part in reward.parts.values()
+    )
+
+
+def isolation_levels(reward: RewardConfig) -> dict[str, str]:
+    """The isolation that each part with such a parameter asks for. Imports the verifiers."""
+    levels = {}
+    for name, part in reward.parts.items():
+        parameter = inspect.signature(load_verifier(name, part).function).parameters.get("isolation")
+        if parameter is not None:
+            levels[name] = part.params.get("isolation", parameter.default)
+    return levels
+
+
+def _by_lane(reward: RewardConfig) -> Mapping[str, int]:
+    """Processes by the part that they are for; the shared ones by no name."""
+    own = {name: part.num_processes for name, part in reward.parts.items() if part.num_processes is not None}
+    return own if len(own) == len(reward.parts) else {"": reward.num_workers, **own}
+
+
+def _most_calls(part: RewardPart) -> int:
+    """One in a batch that another completion spoils, one alone, and those of a policy."""
+    return 2 + max(parse_policy(getattr(part, policy), policy).num_retries for policy in POLICIES)
