@@ -15,6 +15,9 @@ A *batch* verifier takes the plurals ``completions``, ``answers``, ``prompts``, 
 returns a list, a tuple or an array of one dimension with one result an item, in order; in a place may stand an exception, for
 that item alone. Anything else is an ``error`` of every item of the call: another length, a scalar, an array of shape (3, 1). Such
 an array is refused, not squeezed: spread against another it would become 3 x 3 without a word.
+
+A function may carry one more as its attribute ``prepare``. A process that has loaded it calls that once with all its settings, before
+the first item and outside any deadline: there a model is loaded, or settings that can not work are refused by a `RewardError`.
 """
 
 from __future__ import annotations
@@ -153,6 +156,18 @@ def _check_part(function: Callable[..., Any], part: RewardPart, key: str, *, is_
             f"{key}.concurrency={part.concurrency}: '{part.function}' is a plain function, and only calls of an async one can be under "
             f"way at once; {key}.concurrency=1 with {key}.num_processes={part.concurrency} works"
         )
+
+
+def prepare(verifier: Verifier, key: str) -> None:
+    """Let the verifier get ready in this process. Raises what it raises; a `RewardError` then begins with ``key``, where its params are."""
+    if (ready := getattr(verifier.function, "prepare", None)) is None:
+        return
+    parameters = inspect.signature(verifier.function).parameters.values()
+    settings = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in GIVEN}
+    try:
+        ready(**{**settings, **verifier.params})
+    except RewardError as error:
+        raise RewardError(f"{key}.{error}") from error
 
 
 def judge(
