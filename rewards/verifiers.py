@@ -7,14 +7,18 @@ from configs.schema import RewardPart
 from rewards.contract import GIVEN, Verifier, bind_verifier
 
 VERIFIERS: dict[str, str] = {
+    "brier": "rewards.brier.brier",
     "choice": "rewards.choice.choice",
     "exact": "rewards.exact.exact",
     "exact_integer": "rewards.exact.exact_integer",
     "format": "rewards.text_rewards.format_reward",
+    "http": "rewards.http_verifier.http",
+    "judge": "rewards.judge.judge",
     "length": "rewards.text_rewards.length",
     "numeric": "rewards.exact.numeric",
     "overlong": "rewards.text_rewards.overlong",
     "repetition": "rewards.text_rewards.repetition_penalty",
+    "reward_model": "rewards.reward_model.reward_model",
 }
 
 ENTRY_POINTS = "limen.verifiers"  # the group under which installed packages offer verifiers of their own
