@@ -1,0 +1,301 @@
+"""A sandboxed process seen from outside: fed, read within limits, watched, killed with everything it started, cleaned up after."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from rewards import launcher
+from rewards.contract import RewardError
+from rewards.sandbox_setup import (
+    ENVIRONMENT,
+    INSIDE,
+    Limits,
+    Rung,
+    command,
+    folder_for_samples,
+    mounts_itself,
+    open_to_all,
+    own_uid,
+    payload,
+)
+
+START_S = 30.0  # a process must be confined within this; the program's own time starts then
+KILL_S = 30.0  # a killed process must be gone within this
+LOOK_S = 0.2  # how often the files in a sample's folder are counted
+_CHUNK = 1 << 16
+
+
+@dataclass(slots=True)
+class Ended:
+    """How a process ended."""
+
+    status: int = 0  # as wait gives it
+    cpu_s: float = 0.0
+    time_s: float = 0.0
+    killed: str = ""  # by us, for "time", "output" or "files"
+    stdout: bytearray = field(default_factory=bytearray)
+    stderr: bytearray = field(default_factory=bytearray)
+    result: bytearray = field(default_factory=bytearray)
+
+
+def run(rung: Rung, limits: Limits, files: Mapping[str, bytes], args: Sequence[str], stdin: bytes) -> Ended:
+    """Run ``main.py`` of ``files``; when it returns nothing of it is left. Raises `RewardError` where it can not be confined."""
+    with contextlib.ExitStack() as stack:
+        uid, folder = own_uid(), INSIDE
+        if rung is not Rung.NAMESPACES:
+            folder = tempfile.mkdtemp(prefix="limen-sample-", dir=folder_for_samples())
+            stack.callback(remove_tree, folder)
+        result, write = os.pipe()
+        stack.callback(os.close, result)
+        with contextlib.ExitStack() as theirs:
+            given: dict[str, int | None] = {"result_fd": _moved(write, theirs), "prefix_fd": None}
+            if rung is not Rung.NAMESPACES and uid is not None and not open_to_all(sys.base_prefix):
+                given["prefix_fd"] = _moved(os.open(sys.base_prefix, os.O_PATH), theirs)
+            process = subprocess.Popen(
+                command(rung, limits),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                cwd="/",
+                env={**ENVIRONMENT, "HOME": folder, "TMPDIR": folder},
+                pass_fds=[fd for fd in given.values() if fd is not None],
+                start_new_session=True,
+                **_identity(rung, uid),
+            )
+        sample = _Sample(process, rung, limits, folder, result, uid)
+        stack.callback(sample.end)
+        settings = payload(rung, limits, files, args, folder=folder, uid=uid, pid=process.pid, given=given)
+        sample.exchange([stdin, settings])
+        return sample.end()
+
+
+def _identity(rung: Rung, uid: int | None) -> dict[str, Any]:
+    """Where a user namespace is to be made, its owner must be the sample's user from the start."""
+    if rung is Rung.NAMESPACES and uid is not None and not mounts_itself():
+        return {"user": uid, "group": uid, "extra_groups": []}
+    return {}
+
+
+def _moved(fd: int, stack: contextlib.ExitStack) -> int:
+    """The same file at a number that is free in the child, where the small ones have their meaning."""
+    moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10)
+    os.close(fd)
+    stack.callback(os.close, moved)
+    return moved
+
+
+class _Sample:
+    def __init__(
+        self, process: subprocess.Popen[bytes], rung: Rung, limits: Limits, folder: str, result: int, uid: int | None
+    ) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._process, self._rung, self._limits, self._folder, self._uid = process, rung, limits, folder, uid
+        self._ended, self._reaped = Ended(), False
+        self._stdin = process.stdin
+        self._outputs = {
+            process.stdout.fileno(): self._ended.stdout,
+            process.stderr.fileno(): self._ended.stderr,
+            result: self._ended.result,
+        }
+        self._started: float | None = None  # when the program's own time began
+        self._poll = select.poll()
+        for fd in self._outputs:
+            os.set_blocking(fd, False)
+            self._poll.register(fd, select.POLLIN)
+        os.set_blocking(self._stdin.fileno(), False)
+        self._poll.register(self._stdin, select.POLLOUT)
+        self._exit = os.pidfd_open(process.pid)  # readable when the process has ended, whoever still holds its pipes
+        self._poll.register(self._exit, select.POLLIN)
+
+    def exchange(self, feed: list[bytes]) -> None:
+        """Feed stdin (the last first) and read the outputs until the process ends or has to be killed."""
+        views = [memoryview(part) for part in feed]
+        stdin = self._stdin.fileno()
+        deadline, look = time.monotonic() + START_S, None
+        while True:
+            now = time.monotonic()
+            wake = deadline if look is None else min(deadline, look)
+            ready = {fd for fd, _ in self._poll.poll(max(0.0, wake - now) * 1000 + 1)}
+            if stdin in ready and not self._feed(views):
+                self._poll.unregister(stdin)
+                self._stdin.close()
+                stdin = -1
+            for fd in ready & self._outputs.keys():
+                self._read(fd)
+            now = time.monotonic()
+            if self._started is None and self._ended.result:
+                self._started = now
+                deadline, look = now + self._limits.wall_s, now + LOOK_S
+            if self._exit in ready or self._ended.killed:
+                break
+            if now >= deadline:
+                self._ended.killed = "time"
+                break
+            if look is not None and now >= look:
+                look = now + LOOK_S
+                if too_much(self._inside(), self._limits):
+                    self._ended.killed = "files"
+                    break
+
+    def end(self) -> Ended:
+        """Kill what is left of it, take up its last words, and tell how it ended. Raises `RewardError` where it never began."""
+        if self._reaped:
+            return self._ended
+        ended = self._ended
+        self._kill()
+        if not ended.killed:
+            for fd in list(self._outputs):
+                while self._read(fd):
+                    continue
+        _, ended.status, usage = os.wait4(self._process.pid, 0)
+        self._reaped = True
+        self._process.returncode = os.waitstatus_to_exitcode(ended.status)  # Popen need not wait for it any more
+        ended.cpu_s = usage.ru_utime + usage.ru_stime
+        ended.time_s = 0.0 if self._started is None else time.monotonic() - self._started
+        for stream in (self._stdin, self._process.stdout, self._process.stderr):
+            stream.close()  # type: ignore[union-attr]
+        os.close(self._exit)
+        if ended.result[:1] != launcher.READY:
+            how = ended.stderr[-2000:].decode(errors="replace").strip() or f"wait status {ended.status}"
+            raise RewardError(f"the sandbox '{self._rung}' can not be started: {how}")
+        del ended.result[:1]
+        return ended
+
+    def _feed(self, views: list[memoryview]) -> bool:
+        """Write what the pipe takes. False when there is no more, or nobody to read it."""
+        try:
+            while views:
+                views[-1] = views[-1][os.write(self._stdin.fileno(), views[-1]) :]
+                if not views[-1]:
+                    views.pop()
+        except BlockingIOError:
+            return True
+        except BrokenPipeError:
+            return False
+        return False
+
+    def _read(self, fd: int) -> bool:
+        """Read once. False when there is nothing more to read now."""
+        try:
+            data = os.read(fd, _CHUNK)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._poll.unregister(fd)
+            del self._outputs[fd]
+            return False
+        sink = self._outputs[fd]
+        sink += data
+        limit = self._limits.output_bytes + (len(launcher.READY) if sink is self._ended.result else 0)
+        if len(sink) > limit:
+            del sink[limit:]
+            self._ended.killed = "output"
+            return False
+        return True
+
+    def _inside(self) -> str:
+        """The sample's folder as we see it."""
+        if self._rung is not Rung.NAMESPACES:
+            return self._folder
+        children = psutil.Process(self._process.pid).children()
+        return f"/proc/{children[0].pid}/root{INSIDE}" if children else "/nowhere"
+
+    def _kill(self) -> None:
+        """Kill it, and wait until it has ended; it stays a zombie, so that its process id stays ours."""
+        limit = time.monotonic() + KILL_S
+        exited = select.poll()
+        exited.register(self._exit, select.POLLIN)
+        while not exited.poll(0):
+            # In a namespace the process below it is process 1: everything there dies with it, and then bubblewrap ends.
+            children = psutil.Process(self._process.pid).children() if self._rung is Rung.NAMESPACES else []
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                for child in children:
+                    child.kill()
+                if not children:
+                    self._process.send_signal(signal.SIGKILL)
+            if time.monotonic() > limit:
+                raise RewardError(f"the sandboxed process {self._process.pid} does not end {KILL_S:g} s after SIGKILL")
+            exited.poll(10)
+        if self._rung is Rung.RLIMITS:
+            self._kill_strays(limit)
+
+    def _kill_strays(self, limit: float) -> None:
+        """Where the system call filter may be missing: what a program started, found by its user, else by its session."""
+        while time.monotonic() < limit:
+            strays = [p for p in psutil.process_iter() if p.pid != self._process.pid and self._belongs(p)]
+            if not strays:
+                return
+            for process in strays:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            time.sleep(0.005)
+
+    def _belongs(self, process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return False
+            return process.uids().real == self._uid if self._uid is not None else os.getsid(process.pid) == self._process.pid
+        return False
+
+
+def too_much(folder: str, limits: Limits) -> bool:
+    """Whether there are more files or bytes in ``folder`` than allowed. What can not be looked into counts as too much."""
+    num_files, num_bytes, folders = 0, 0, [folder]
+    while folders:
+        place = folders.pop()
+        try:
+            with os.scandir(place) as entries:
+                for entry in entries:
+                    num_files += 1
+                    num_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if num_files > limits.num_files or num_bytes > limits.file_bytes:
+                        return True
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+        except FileNotFoundError:  # it changes while we look
+            continue
+        except OSError:
+            return True
+    return False
+
+
+def remove_tree(folder: str) -> None:
+    """Remove a folder whatever it holds: unreadable folders, names by the thousand, and nests deeper than a path can be long.
+
+    Nothing in it may be running any more. Every folder is moved up before its content is removed, so no path grows.
+    """
+    num_moved = 0
+    waiting = [folder]
+    while waiting:
+        place = waiting.pop()
+        os.chmod(place, stat.S_IRWXU)
+        with os.scandir(place) as entries:
+            names = [(entry.path, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        inner = [path for path, is_folder in names if is_folder]
+        for path, is_folder in names:
+            if not is_folder:
+                os.unlink(path)
+        for path in inner:
+            os.chmod(path, stat.S_IRWXU)  # or it could not get another parent
+            num_moved += 1
+            moved = f"{folder}.{num_moved}"
+            os.rename(path, moved)
+            waiting.append(moved)
+        os.rmdir(place)
