@@ -1,0 +1,112 @@
+"""Units of an answer: which words are units, and which of them are one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rewards.math_tokens import SINGLE_UNITS, Token
+
+# One unit a line: all its spellings; plurals in -s are found by themselves.
+_SPELLINGS = """
+mm millimeter millimetre; cm centimeter centimetre; dm decimeter decimetre; m meter metre; km kilometer kilometre
+inch in inches; foot ft feet; yard yd; mile mi; nm nanometer; mg milligram; g gram gm; kg kilogram kilo; ton tonne; lb pound lbs; oz ounce
+s sec second; ms millisecond; min minute mins; hour h hr hrs; day; week; month; year yr yrs
+ml mL milliliter millilitre; l L liter litre; gallon gal; quart; pint; cup; mph; kph kmh kmph; N newton; J joule; kJ; W watt; kW; V volt; A amp ampere
+K kelvin; C Celsius celsius; F Fahrenheit fahrenheit; Pa pascal; Hz hertz; ohm; mol mole
+dollar usd USD buck; cent; euro EUR eur; gbp GBP; yen; rupee rs Rs; degree deg; radian rad; unit; acre; hectare
+"""
+UNITS = {word: words.split()[0] for words in _SPELLINGS.replace("\n", ";").split(";") if words.strip() for word in words.split()}
+CURRENCY = {"\\$": "dollar", "\\pounds": "gbp", "\\euro": "euro", "\\pound": "gbp"}
+FACTORS = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+PERCENT = frozenset(("percent", "percentage", "pct"))
+SEPARATORS = frozenset(("and", "or"))
+
+_POWER_BEFORE = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3}
+# After a number these change what is said; the answer is then no number with a unit.
+_NO_UNITS = frozenset(
+    "not no nor never none isn wrong false is are was equals than less more least most about or and if when where but except plus minus"
+    " times over to between mod modulo base sin cos tan cot sec csc log ln exp sqrt pi max gcd lcm".split()
+)
+_SMALL = frozenset(("of", "the", "per", "a", "an", "th", "st", "nd", "rd"))
+
+
+def unit_at(tokens: Sequence[Token], start: int) -> tuple[int, str] | None:
+    """The unit that fills the tokens from ``start`` to the next separator, bracket or relation: where it ends and its name.
+
+    The name is empty where a word is no unit known here (``35 apples``): such words are no part of the comparison.
+    None where the tokens are no unit.
+    """
+    parts: list[tuple[str, int]] = []
+    sign, power, known, position = 1, 1, True, start
+    while position < len(tokens):
+        kind, text, spaced = tokens[position]
+        if kind == "text" or (kind == "word" and (len(text) > 1 or (spaced and text in SINGLE_UNITS))):
+            if kind == "word" and text in SEPARATORS:
+                break
+            for word in text.replace("/", " per ").replace(".", " ").replace("^", " ^").replace("-", " ").split():
+                if word in ("^2", "^3", "2", "3") and parts:
+                    parts[-1] = (parts[-1][0], parts[-1][1] * int(word[-1]))
+                elif word == "per":
+                    sign = -1
+                elif word.lower() in _POWER_BEFORE and word.lower().endswith("ed") and parts:
+                    parts[-1] = (parts[-1][0], parts[-1][1] * _POWER_BEFORE[word.lower()])
+                elif word.lower() in _POWER_BEFORE:
+                    power = _POWER_BEFORE[word.lower()]
+                elif (unit := _unit(word)) is not None:
+                    parts.append((unit, sign * power))
+                    power = 1
+                elif _is_unknown_unit(word, kind, spaced, bool(parts) or not known):
+                    known = False
+                else:
+                    return None
+        elif text == "/" and (parts or not known):
+            sign = -1
+        elif text in (".", "\\cdot", "*") and parts:
+            pass
+        elif text == "^" and parts:
+            exponent, position = _exponent(tokens, position + 1)
+            if exponent is None:
+                return None
+            parts[-1] = (parts[-1][0], parts[-1][1] * exponent)
+        elif text in (",", ";", ")", "]", "}", "\\}", "=", "<", ">", "<=", ">=", "!=", "\\approx", "\\in", "\\and", "\\or"):
+            break
+        else:
+            return None
+        position += 1
+    if position == start:
+        return None
+    return position, " ".join(f"{unit}^{power}" if power != 1 else unit for unit, power in sorted(parts)) if known else ""
+
+
+def _unit(word: str) -> str | None:
+    for spelling in (word, word.lower(), word.lower().removesuffix("s"), word.lower().removesuffix("es")):
+        if spelling in UNITS and (len(spelling) > 1 or spelling == word):
+            return UNITS[spelling]
+    return None
+
+
+def _is_unknown_unit(word: str, kind: str, spaced: bool, after_one: bool) -> bool:
+    if not word.isalpha() or word.lower() in _NO_UNITS or word.lower() in FACTORS:
+        return False
+    if kind == "text" or word.lower() in _SMALL:
+        return True
+    # A run of letters right after a number is a product; as a word after a blank it must look like one.
+    return (spaced or after_one) and len(word) >= 3 and not set("aeiouy").isdisjoint(word.lower()) and not set(word) <= set("abcxyz")
+
+
+def _exponent(tokens: Sequence[Token], position: int) -> tuple[int | None, int]:
+    """The exponent that starts there and where its last token stands."""
+    digits = ""
+    braced = position < len(tokens) and tokens[position].text == "{"
+    last = position
+    for last in range(position, min(position + 4, len(tokens))):
+        text = tokens[last].text
+        if text in "{-" or text.isdigit():
+            digits += text.strip("{")
+            if not braced and text.isdigit():
+                break
+        elif text == "}" and braced:
+            break
+        else:
+            return None, position
+    return (int(digits), last) if digits.lstrip("-").isdigit() and len(digits) < 3 else (None, position)
