@@ -77,6 +77,7 @@ def run(rung: Rung, limits: Limits, files: Mapping[str, bytes], args: Sequence[s
                 start_new_session=True,
                 **_identity(rung, uid),
             )
+        stack.callback(_discard, process)
         sample = _Sample(process, rung, limits, folder, result, uid)
         stack.callback(sample.end)
         settings = payload(rung, limits, files, args, folder=folder, uid=uid, pid=process.pid, given=given)
@@ -97,6 +98,13 @@ def _moved(fd: int, stack: contextlib.ExitStack) -> int:
     os.close(fd)
     stack.callback(os.close, moved)
     return moved
+
+
+def _discard(process: subprocess.Popen[bytes]) -> None:
+    """Nothing, except where the process was started and its `_Sample` could not be made."""
+    if process.returncode is None:
+        process.kill()
+        process.wait(KILL_S)
 
 
 class _Sample:
@@ -214,8 +222,8 @@ class _Sample:
         """The sample's folder as we see it."""
         if self._rung is not Rung.NAMESPACES:
             return self._folder
-        children = psutil.Process(self._process.pid).children()
-        return f"/proc/{children[0].pid}/root{INSIDE}" if children else "/nowhere"
+        children = _children(self._process.pid)
+        return f"/proc/{children[0]}/root{INSIDE}" if children else "/nowhere"
 
     def _kill(self) -> None:
         """Kill it, and wait until it has ended; it stays a zombie, so that its process id stays ours."""
@@ -224,12 +232,10 @@ class _Sample:
         exited.register(self._exit, select.POLLIN)
         while not exited.poll(0):
             # In a namespace the process below it is process 1: everything there dies with it, and then bubblewrap ends.
-            children = psutil.Process(self._process.pid).children() if self._rung is Rung.NAMESPACES else []
-            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-                for child in children:
-                    child.kill()
-                if not children:
-                    self._process.send_signal(signal.SIGKILL)
+            children = _children(self._process.pid) if self._rung is Rung.NAMESPACES else []
+            with contextlib.suppress(ProcessLookupError):
+                for pid in children or [self._process.pid]:
+                    os.kill(pid, signal.SIGKILL)
             if time.monotonic() > limit:
                 raise RewardError(f"the sandboxed process {self._process.pid} does not end {KILL_S:g} s after SIGKILL")
             exited.poll(10)
@@ -253,6 +259,16 @@ class _Sample:
                 return False
             return process.uids().real == self._uid if self._uid is not None else os.getsid(process.pid) == self._process.pid
         return False
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as file:
+            return [int(child) for child in file.read().split()]
+    except FileNotFoundError:  # a kernel without these files, or the process has ended
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return [child.pid for child in psutil.Process(pid).children()]
+        return []
 
 
 def too_much(folder: str, limits: Limits) -> bool:
