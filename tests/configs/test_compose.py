@@ -304,6 +304,9 @@ def test_every_shipped_file_composes_and_reads_back(group: str):
         "pretrained": ["model.path=owner/name"],
         "replay": ["rollout.source_run=some_run"],
         "bypass": ["algorithm=grpo"],
+        "http": ["reward.parts.http.params.urls=http://localhost/score"],
+        "judge": ["reward.parts.judge.params.base_url=http://localhost/v1", "reward.parts.judge.params.model=m"],
+        "reward_model": ["reward.parts.reward_model.params.path=folder"],
     }
     of_form_alone = {"format", "length", "overlong", "repetition"}  # beside one that says whether an answer is right
     for name in shipped_files()[group]:
