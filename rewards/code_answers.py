@@ -14,16 +14,21 @@ An answer is one of these, or the JSON text of one:
     [{"input": text, "output": text}, ...]                                stdio
     ["assert ...", ...], or {"test_list": [...], "test_setup_code": text} asserts (MBPP)
     {"test": text with def check(candidate), "entry_point": name}         asserts (HumanEval)
+
+An assert that compares an expression with a literal, ``assert f(1) == [2]``, becomes a test of its own: the expression is evaluated in
+the sandbox, the literal stays outside. Code with anything else in it runs there whole.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rewards.code_harness import plain
 from rewards.contract import InvalidItem, cut
 
 
@@ -115,13 +120,34 @@ def _scripts(pairs: list[tuple[Any, Any]]) -> CodeTests:
 
 
 def _asserts(blocks: Any, what: str, setup: str = "", function: str | None = None) -> CodeTests:
-    codes = [_text(block, f"{what}, test {i}") for i, block in _numbered(_decoded(blocks, what), what)]
-    for i, code in enumerate(codes, 1):
-        if not code.strip():
+    tests = []
+    for i, block in _numbered(_decoded(blocks, what), what):
+        code = _text(block, f"{what}, test {i}")
+        try:
+            statements = ast.parse(code).body
+            compile(setup, "setup", "exec")
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise InvalidItem(f"{what}, test {i} is not Python: {error}") from error
+        if not statements:
             raise InvalidItem(f"{what}, test {i} is empty")
-    if function is None and (called := re.search(r"^\s*assert\s+\(*(\w+)\(", codes[0], re.MULTILINE)):
-        function = called[1]
-    return CodeTests(tuple(FunctionTest(json.dumps({"code": f"{setup}\n{code}"}).encode(), ()) for code in codes), function)
+        compared = [_comparison(statement, setup) for statement in statements]
+        whole = FunctionTest(json.dumps({"code": f"{setup}\n{code}"}).encode(), ())
+        tests += [test for test in compared if test is not None] if None not in compared else [whole]
+        called = re.search(r"^\s*assert\s+\(*(\w+)\(", code, re.MULTILINE)
+        function = function or (called and called[1])
+    return CodeTests(tuple(tests), function)
+
+
+def _comparison(statement: ast.stmt, setup: str) -> FunctionTest | None:
+    """The test in ``assert EXPRESSION == LITERAL``, or None for any other statement, and for a literal that JSON cannot hold."""
+    match statement:
+        case ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right])):
+            try:
+                value = plain(ast.literal_eval(right))
+            except (ValueError, TypeError):
+                return None
+            return FunctionTest(json.dumps({"code": setup, "expression": ast.unparse(left)}).encode(), (value,))
+    return None
 
 
 def _call(args: Any, kwargs: Any, returns: tuple[Any, ...], number: int) -> FunctionTest:
@@ -131,7 +157,7 @@ def _call(args: Any, kwargs: Any, returns: tuple[Any, ...], number: int) -> Func
         raise _invalid(f"test {number}: kwargs", kwargs, "an object")
     try:
         request = json.dumps({"args": args, "kwargs": kwargs})
-        returns = tuple(json.loads(json.dumps(value)) for value in returns)  # tuples become lists, keys become text
+        returns = tuple(map(plain, returns))
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidItem(f"test {number} can not be written as JSON: {error}") from error
     return FunctionTest(request.encode(), returns)

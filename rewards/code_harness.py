@@ -1,4 +1,4 @@
-"""Runs a candidate program inside the sandbox. Read as text and never imported: only the standard library is there, nothing of Limen.
+"""Runs a candidate program inside the sandbox, where only the standard library is; nothing of Limen may be imported here.
 
 ``program.py`` in the working directory is compiled first. What it gives to the outside goes to descriptor 3, a line each:
 
@@ -7,13 +7,19 @@
             {"value": ...}, or {"failed": an outcome, "detail": words}
 
 The tests of ``calls`` wait unread in a pipe, so that the program finds them neither in a frame nor in a file when it starts. Each is a
-frame, 4 bytes of length and then JSON: {"args", "kwargs"} for a call of the named function, or {"code"} to run in the program's
-namespace. After the latter comes a frame with the value that shows it got to its end, which is read only there. A test that takes
-too long ends the process by SIGALRM.
+frame, 4 bytes of length and then JSON:
+
+    {"args", "kwargs"}      for a call of the named function
+    {"code", "expression"}  to run and then to evaluate in the program's namespace
+    {"code"}                to run there; the value is in a frame of its own that follows, read only when the code got to its end
+
+A test that takes too long ends the process with exit code 1, after a line on stderr that says Timeout and where it stood. (No
+signal: it must end work in one call of C code, too, and process 1 of a namespace is sent none.)
 """
 
 import _sitebuiltins
 import builtins
+import faulthandler
 import os
 import sys
 from types import CodeType, ModuleType
@@ -42,8 +48,7 @@ def run_program(code: CodeType, name: str) -> dict:
 
 
 def run_tests(code: CodeType, function: str, limit_s: float) -> None:
-    import json  # noqa: PLC0415  (here and below: a script does not wait for what only tests need)
-    import signal  # noqa: PLC0415
+    import json  # noqa: PLC0415  (a script does not wait for what only tests need)
 
     encode, set_digits = json.JSONEncoder().encode, sys.set_int_max_str_digits
     hooks = (sys.settrace, sys.setprofile)
@@ -63,26 +68,28 @@ def run_tests(code: CodeType, function: str, limit_s: float) -> None:
     for hook in hooks:
         hook(None)
     while frame := read_frame(tests):
-        signal.setitimer(signal.ITIMER_REAL, limit_s)
+        faulthandler.dump_traceback_later(limit_s, exit=True)
         test = json.loads(frame)
-        asserted = "code" in test
+        digits = sys.get_int_max_str_digits()
+        outcome = "crash"
         try:
-            if asserted:
-                exec(compile(test["code"], "test", "exec", dont_inherit=True), namespace)
-                value: object = read_frame(tests).decode()
-            else:
+            if "args" in test:
                 value = call(namespace, function, test)
-            digits = sys.get_int_max_str_digits()
+            else:
+                exec(compile(test["code"], "test", "exec", dont_inherit=True), namespace)
+                value = eval(test["expression"], namespace) if "expression" in test else read_frame(tests).decode()
+            outcome = "wrong"  # from here on what fails is that the value cannot be written
             set_digits(0)
-            line = encode({"value": value})
-            set_digits(digits)
+            line = encode({"value": plain(value)})
         except BaseException as error:
-            if asserted:
+            if test.keys() == {"code"}:
+                outcome = "wrong" if isinstance(error, AssertionError) else outcome
                 read_frame(tests)
-            line = encode(describe(error, asserted))
+            line = encode(describe(error, outcome))
+        set_digits(digits)
         results.write(line.encode() + b"\n")
         results.flush()
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        faulthandler.cancel_dump_traceback_later()
     os._exit(0)  # threads that the program left do not hold it up
 
 
@@ -105,15 +112,12 @@ def call(namespace: dict, function: str, test: dict) -> object:
         target = getattr(namespace["Solution"](), function)
     else:
         raise NameError(f"the program defines no {function!r}")
-    return plain(target(*test["args"], **test["kwargs"]))
-
-
-class Unwritable(Exception):
-    """A returned value that JSON cannot hold, and no reference answer can be."""
+    return target(*test["args"], **test["kwargs"])
 
 
 def plain(value: object) -> object:
-    """The value as JSON has it: tuples and sets as lists, sets in order, keys as text. Raises `Unwritable`."""
+    """The value as JSON has it: tuples and sets as lists, sets in order, keys as text. Raises TypeError or ValueError
+    where JSON cannot hold it, so that no reference answer can be it."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
@@ -127,11 +131,11 @@ def plain(value: object) -> object:
     if isinstance(value, dict):
         result = {key_text(key): plain(item) for key, item in value.items()}
         if len(result) != len(value):
-            raise Unwritable("returned a dict with two keys that are the same as text")
+            raise ValueError("returned a dict with two keys that are the same as text")
         return result
     if type(value).__module__ in ("decimal", "fractions"):
         return int(value) if value == int(value) else float(value)  # type: ignore[call-overload, arg-type]
-    raise Unwritable(f"returned a value of type {type(value).__name__}")
+    raise TypeError(f"returned a value of type {type(value).__name__}")
 
 
 def key_text(key: object) -> str:
@@ -141,10 +145,10 @@ def key_text(key: object) -> str:
         return {None: "null", True: "true", False: "false"}[key]
     if isinstance(key, (int, float)):
         return repr(key)
-    raise Unwritable(f"returned a dict with a key of type {type(key).__name__}")
+    raise TypeError(f"returned a dict with a key of type {type(key).__name__}")
 
 
-def describe(error: BaseException, asserted: bool) -> dict[str, str]:
+def describe(error: BaseException, outcome: str) -> dict[str, str]:
     """What became of a test that raised."""
     try:
         words = f"{type(error).__name__}: {error}"[:1000]
@@ -155,10 +159,7 @@ def describe(error: BaseException, asserted: bool) -> dict[str, str]:
         place = place.tb_next
     if place is not None and place.tb_frame.f_code.co_filename in ("program.py", "test"):
         words += f" ({place.tb_frame.f_code.co_filename}, line {place.tb_lineno})"
-    if isinstance(error, MemoryError):
-        return {"failed": "memory_limit", "detail": words}
-    wrong = isinstance(error, Unwritable) or (asserted and isinstance(error, AssertionError))
-    return {"failed": "wrong" if wrong else "crash", "detail": words}
+    return {"failed": "memory_limit" if isinstance(error, MemoryError) else outcome, "detail": words}
 
 
 if __name__ == "__main__":

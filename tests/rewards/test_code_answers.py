@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rewards.code_answers import FunctionTest, ScriptTest, check_answer, read_answer
+from rewards.code_answers import ScriptTest, check_answer, read_answer
 from rewards.contract import InvalidItem
 
 SCRIPTS = (ScriptTest("1\n", "2\n"), ScriptTest("3\n", "4\n"))
@@ -57,29 +57,40 @@ def test_outputs_that_some_rows_wrap_in_a_list():
 
 
 @pytest.mark.parametrize(
-    ("answer", "codes", "function"),
+    ("answer", "requests", "function"),
     [
-        ({"kind": "asserts", "code": "assert f(1) == 2"}, ["\nassert f(1) == 2"], "f"),
+        ({"kind": "asserts", "code": "assert f(1) == 2"}, [("", "f(1)", 2)], "f"),
         (
-            {"kind": "asserts", "code": ["assert (f(1)) == 2", "assert f(2) == 3"]},
-            ["\nassert (f(1)) == 2", "\nassert f(2) == 3"],
+            {"kind": "asserts", "code": ["assert (f(1)) == 2, 'no'", "assert f({3}) == {2, 1}"]},
+            [("", "f(1)", 2), ("", "f({3})", [1, 2])],
             "f",
         ),
-        (["assert f(1) == 2"], ["\nassert f(1) == 2"], "f"),
-        ({"test_list": ["assert f(m) == 2"], "test_setup_code": "m = 1"}, ["m = 1\nassert f(m) == 2"], "f"),
-        ({"test_list": ["assert f(1) == 2"], "test_setup_code": None}, ["\nassert f(1) == 2"], "f"),
+        (
+            {"kind": "asserts", "code": "# all\nassert f(1) == (2, -0.5)\nassert set(f(2)) == {1: None}"},
+            [("", "f(1)", [2, -0.5]), ("", "set(f(2))", {"1": None})],
+            "f",
+        ),
+        (["assert f('a\\n') == b'c'"], [("\nassert f('a\\n') == b'c'",)], "f"),  # bytes are no JSON
+        (["assert f(1) == 2", "assert f(1) < 2"], [("", "f(1)", 2), ("\nassert f(1) < 2",)], "f"),
+        (
+            ["assert f(1) == 2 == f(2)", "assert f(1) == g(2)", "x = 1\nassert f(x) == 2"],
+            [("\nassert f(1) == 2 == f(2)",), ("\nassert f(1) == g(2)",), ("\nx = 1\nassert f(x) == 2",)],
+            "f",
+        ),
+        ({"test_list": ["assert f(m) == 2"], "test_setup_code": "m = 1"}, [("m = 1", "f(m)", 2)], "f"),
+        ({"test_list": ["assert not f(1)"], "test_setup_code": None}, [("\nassert not f(1)",)], None),
         (
             {"test": "def check(candidate):\n    assert candidate(1) == 2", "entry_point": "f"},
-            ["\ndef check(candidate):\n    assert candidate(1) == 2\n\ncheck(f)\n"],
+            [("\ndef check(candidate):\n    assert candidate(1) == 2\n\ncheck(f)\n",)],
             "f",
         ),
     ],
 )
-def test_asserts(answer, codes, function):
+def test_asserts(answer, requests, function):
     for shape in (answer, json.dumps(answer)):
         tests = read_answer(shape)
-        assert tests.function == function
-        assert tests.tests == tuple(FunctionTest(json.dumps({"code": code}).encode(), ()) for code in codes)
+        read = [(*json.loads(test.request).values(), *test.returns) for test in tests.tests]
+        assert (read, tests.function) == (requests, function)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +123,9 @@ def test_asserts(answer, codes, function):
         ({"kind": "call", "function": "f", "tests": [{"args": [{1, 2}], "returns": 1}]}, "test 1 can not be written as JSON"),
         ({"kind": "asserts"}, "the answer has no 'code'"),
         ({"kind": "asserts", "code": " \n"}, "code, test 1 is empty"),
+        ({"kind": "asserts", "code": ["assert f(1) == 1", "assert f("]}, "code, test 2 is not Python"),
         ({"kind": "asserts", "code": []}, "empty list"),
+        ({"test_list": ["assert f(1)"], "test_setup_code": "x ="}, "is not Python"),
         ({"inputs": ["1"], "outputs": []}, "a list as long as inputs"),
         ({"inputs": [], "outputs": []}, "empty list"),
         ({"inputs": [1], "outputs": ["2"]}, "test 1: stdin is 1"),
