@@ -58,6 +58,21 @@ VERBS = {
         "Prints completions of `checkpoint_dir`, or of the base model without one, for `sample.prompts`, else for held-out prompts.",
         "orchestrator.commands:sample",
     ),
+    "score": Verb(
+        "score completions by a reward, without training",
+        "Reads JSON lines and writes one line for each, in order: `limen score reward=math < in.jsonl > out.jsonl`, or input= and output=.\n"
+        "In: `completion`, `answer` (any JSON), and where a verifier asks for them `prompt` (ends where the completion begins),\n"
+        "`num_tokens`, `source`, `id`; `options` are the verifier's own parameters for this line, {part: {...}} where the reward has\n"
+        "several parts. Out: `value`, `accuracy`, `status`, `outcome`, `parts`, `extracted`, `time_s`, `detail`, behind all keys but\n"
+        "completion, answer, prompt and options. A summary goes to stderr. A line that cannot be used ends it with 2, behind the lines\n"
+        "before it; a status whose policy is `fail` with 3.\n"
+        "  --compare OVERRIDES  a second reward: --compare 'reward=exact'. Writes the lines on which the two disagree.",
+        "orchestrator.score:score",
+        checks_functions=False,
+        refuses=False,
+        flags=("--compare",),
+        flagged="orchestrator.score:compare",
+    ),
     "explain": Verb(
         "the objective of a configuration as a formula, and its credit at a grid of ratios",
         "Prints the objective in use as one formula with its numbers and sources, the pipeline it passes through, factor and credit at a\n"
@@ -104,6 +119,7 @@ EXAMPLES = """examples:
   limen plan model=qwen3_8b plan.num_gpus=8
   limen explain algorithm=aspo_archer
   limen eval checkpoint_dir=RUN_DIR evaluation.num_samples=8
+  limen score reward=exact_integer < completions.jsonl > scores.jsonl
 """
 
 
