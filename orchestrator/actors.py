@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -24,6 +24,7 @@ from orchestrator.handles import StepReport
 from orchestrator.shared_folder import FolderView, look_from
 from rewards.contract import RewardItem
 from rewards.pool import RewardPool
+from rewards.sandbox import choose
 from rollout.engine import Engine, EngineError, GroupRequest, Health, SleepReport, SwapReport, TokenScores, Wake
 from rollout.records import Group, GroupMeta, Score, ScoredGroup, Visit, describe_group
 from rollout.transports import Parcel, make_receiver
@@ -207,6 +208,10 @@ class RewardActor:
 
     def facts(self) -> dict[str, Any]:
         return process_facts()
+
+    def isolation(self, levels: Mapping[str, Any]) -> dict[str, str]:
+        """The rung of the sandbox that each of these reward parts has here. Raises RewardError where it is not what is demanded."""
+        return {part: str(choose(level)) for part, level in levels.items()}
 
     def score(
         self, parcel: Sequence[Group], questions: Sequence[tuple[int, str, Any, str | None, str]]
