@@ -28,12 +28,14 @@ _FORMULA = re.compile(
 )
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n|\b(?:because|since|which|where)\b|,(?=\s+(?:so|as|and\s+(?:this|that|it|we))\b)")
 _WORD = re.compile(r"[^\W\d_]{2,}")
-_MATH_WORDS = frozenset("and or sin cos tan cot sec csc log ln exp sqrt pi mod gcd lcm max min".split())
+_MATH_WORDS = frozenset(
+    ["and", "or", "sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp", "sqrt", "pi", "mod", "gcd", "lcm", "max", "min"]
+)
 _NUMBER = re.compile(
     r"(?<![\w.,:/^])(?:(?<![)\]}])[-+\N{MINUS SIGN}])?[$]?(?:[0-9]++(?:,[0-9]{3})*+(?:\.[0-9]++)?+|\.[0-9]++)"
     r"(?:[eE][-+]?[0-9]++|(?: [0-9]++)?/[0-9]++|(?::[0-9]{2})++)?+(?:\s?\\?%)?(?![\w^])"
 )
-_EDGES = " \t\r\n*_`\"\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}"
+_EDGES = ' \t\r\n*_`"\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}'
 
 
 def find_answer(completion: str, *, require_box: bool, prompt: str = "") -> str | None:
@@ -137,7 +139,9 @@ def _plain(text: str) -> str | None:
         if not line.strip():
             continue
         for marked in (_BOLD, _FORMULA):
-            found = [content for match in marked.finditer(line) if (content := clean(match[0])) and match[0].strip(_EDGES)[-1:] != ":"]
+            found = [
+                content for match in marked.finditer(line) if (content := clean(match[0])) and match[0].strip(_EDGES)[-1:] != ":"
+            ]
             if found:
                 return found[-1]
         bare = clean(line).lstrip("=").lstrip()

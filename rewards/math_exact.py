@@ -94,7 +94,11 @@ class _Comparison:
 
     def relations(self, pred: Node, gold: Node) -> bool:
         if pred.kind == "inequality" or gold.kind == "inequality":
-            return pred.args[:1] == gold.args[:1] and pred.kind == gold.kind and self.values.proportional(pred.args[1], gold.args[1], positive=True)
+            return (
+                pred.args[:1] == gold.args[:1]
+                and pred.kind == gold.kind
+                and self.values.proportional(pred.args[1], gold.args[1], positive=True)
+            )
         if pred.kind == gold.kind == "assign" and (pred.args[0] == gold.args[0] or None in (pred.args[0], gold.args[0])):
             return all(self.same(side, gold.args[1][-1]) for side in pred.args[1])
         coordinates = _coordinates(pred), _coordinates(gold)
@@ -148,7 +152,7 @@ class _Comparison:
     def sequences(self, pred: Node, gold: Node) -> bool:
         if gold.kind == "seq" and pred.kind == "list":
             return self.all_same(pred.args, gold.args[2:])
-        if pred.kind == "set" and len(pred.args) == 1 or gold.kind in ("set", "list") and len(gold.args) == 1:
+        if (pred.kind == "set" and len(pred.args) == 1) or (gold.kind in ("set", "list") and len(gold.args) == 1):
             return self.unordered(_members(pred, gold), _members(gold, pred))
         if pred.kind == "matrix" or gold.kind == "matrix":
             vectors = _vector(pred), _vector(gold)
@@ -189,7 +193,9 @@ class _Comparison:
         if parts[0] is None or parts[1] is None or len(parts[0]) != len(parts[1]):
             return False
         (first, *mine), (gold_first, *theirs) = parts
-        return all(self.values.equal(Node("mul", (a, gold_first)), Node("mul", (b, first))) for a, b in zip(mine, theirs, strict=True))
+        return all(
+            self.values.equal(Node("mul", (a, gold_first)), Node("mul", (b, first))) for a, b in zip(mine, theirs, strict=True)
+        )
 
 
 # Relations
@@ -287,7 +293,11 @@ def _is_name(node: Node) -> bool:
         return all(_is_name(part) or part.kind == "const" for part in node.args) and bool(names(node))
     if node.kind == "seq":
         return all(_is_name(part) for part in node.args[2:])
-    return node.kind == "call" and all(_is_name(part) or part.kind in ("num", "const") for part in node.args[1:]) and bool(names(node))
+    return (
+        node.kind == "call"
+        and all(_is_name(part) or part.kind in ("num", "const") for part in node.args[1:])
+        and bool(names(node))
+    )
 
 
 def _difference(node: Node) -> Node | None:

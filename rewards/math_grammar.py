@@ -47,21 +47,105 @@ INFINITY = Node("const", ("infinity",))
 EMPTY = Node("set", ())
 _RELATIONS = frozenset(("=", "<", ">", "<=", ">=", "!=", "\\approx", "\\in"))
 _FUNCTIONS = frozenset(
-    "sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan arsinh arcosh artanh log ln lg exp max min gcd lcm abs floor ceil".split()
+    [
+        "sin",
+        "cos",
+        "tan",
+        "cot",
+        "sec",
+        "csc",
+        "sinh",
+        "cosh",
+        "tanh",
+        "arcsin",
+        "arccos",
+        "arctan",
+        "arsinh",
+        "arcosh",
+        "artanh",
+        "log",
+        "ln",
+        "lg",
+        "exp",
+        "max",
+        "min",
+        "gcd",
+        "lcm",
+        "abs",
+        "floor",
+        "ceil",
+    ]
 )
 _INVERSE = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}
 _GREEK = frozenset(
-    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi omega Gamma Delta Theta Lambda Xi"
-    " Pi Sigma Phi Psi Omega ell".split()
+    [
+        "alpha",
+        "beta",
+        "gamma",
+        "delta",
+        "epsilon",
+        "zeta",
+        "eta",
+        "theta",
+        "iota",
+        "kappa",
+        "lambda",
+        "mu",
+        "nu",
+        "xi",
+        "rho",
+        "sigma",
+        "tau",
+        "upsilon",
+        "phi",
+        "chi",
+        "psi",
+        "omega",
+        "Gamma",
+        "Delta",
+        "Theta",
+        "Lambda",
+        "Xi",
+        "Pi",
+        "Sigma",
+        "Phi",
+        "Psi",
+        "Omega",
+        "ell",
+    ]
 )
 _CLOSING = {"(": ")", "[": "]", "\\{": "\\}", "\\langle": "\\rangle", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil", "\\|": "\\|"}
-_ENDS = frozenset((")", "]", "}", "\\}", "|", ",", ";", "\\rangle", "\\rfloor", "\\rceil", "&", "\\\\", "\\end", "\\over", ":", "\\cup", "\\and", "\\or", "\\choose"))
+_ENDS = frozenset(
+    (
+        ")",
+        "]",
+        "}",
+        "\\}",
+        "|",
+        ",",
+        ";",
+        "\\rangle",
+        "\\rfloor",
+        "\\rceil",
+        "&",
+        "\\\\",
+        "\\end",
+        "\\over",
+        ":",
+        "\\cup",
+        "\\and",
+        "\\or",
+        "\\choose",
+    )
+)
 _WORDS_ONLY = re.compile(r"(?:[^\W\d_]|[ '.,!?-])*")
 _NO_WORDS = frozenset(("and", "or", "pi", "inf", "infinity", "i", "e"))
 _CHOICE = re.compile(r"(?:\(([A-Za-z])\)|([A-Za-z])\)|([A-Z])[.:]?)[.:]?")
 _LABEL = re.compile(r"\(([A-J])\)[.:,]?\s*(?=\S)|([A-J])[.):]\s+(?=\S)")
 _SAID_BEFORE = re.compile(r"(?i)(?:so |thus |hence |therefore,? )?(?:the )?(?:final )?answer\s*(?:is\b|[:=])\s*")
-_NOTHING = frozenset("nosolution nosolutions norealsolution norealsolutions emptyset theemptyset thereisnosolution".split())
+_NOTHING = frozenset(
+    ["nosolution", "nosolutions", "norealsolution", "norealsolutions", "emptyset", "theemptyset", "thereisnosolution"]
+)
 
 
 def read(text: str) -> Node:
@@ -114,7 +198,11 @@ def listed(items: list[Node]) -> Node:
     if len(items) == 1:
         return items[0]
     first, *rest = items
-    if first.kind == "chain" and first.args[0] in (("=",), ("\\in",)) and all(item.kind not in ("chain", "text") for item in rest):
+    if (
+        first.kind == "chain"
+        and first.args[0] in (("=",), ("\\in",))
+        and all(item.kind not in ("chain", "text") for item in rest)
+    ):
         name, value = first.args[1]
         return Node("chain", (first.args[0], (name, listed([*_flat([value]), *_flat(rest)]))))
     return Node("list", tuple(_flat(items)))
@@ -198,7 +286,9 @@ class _Parser:
         any_read = False
         while self.position < len(self.tokens):
             kind, text, _ = self.tokens[self.position]
-            if text not in (",", ";", "\\and", "\\or") and not (kind in ("word", "text") and text.strip(" ,").lower() in SEPARATORS):
+            if text not in (",", ";", "\\and", "\\or") and not (
+                kind in ("word", "text") and text.strip(" ,").lower() in SEPARATORS
+            ):
                 break
             self.position += 1
             any_read = True
@@ -287,7 +377,7 @@ class _Parser:
             elif text == "/":
                 self.position += 1
                 factors = [Node("div", (_product(factors), self.signed_factor()))]
-            elif kind == "word" and text.lower() in FACTORS or kind == "text" and text.lower() in FACTORS:
+            elif (kind == "word" and text.lower() in FACTORS) or (kind == "text" and text.lower() in FACTORS):
                 self.position += 1
                 factors.append(num(FACTORS[text.lower()]))
             elif kind in ("word", "text") and text.lower() in PERCENT:
@@ -295,9 +385,13 @@ class _Parser:
                 factors = [Node("pct", (_product(factors),))]
             elif text == "|" and not self.in_bars:
                 factors.append(self.factor())
-            elif text in _ENDS or text in _RELATIONS or text in ("+", "-", "\\pm", "\\mp") or kind == "text":
-                break
-            elif kind == "word" and (text in SEPARATORS or unit_at(self.tokens, self.position) is not None):
+            elif (
+                text in _ENDS
+                or text in _RELATIONS
+                or text in ("+", "-", "\\pm", "\\mp")
+                or kind == "text"
+                or (kind == "word" and (text in SEPARATORS or unit_at(self.tokens, self.position) is not None))
+            ):
                 break
             else:
                 factors.append(self.factor())
@@ -376,7 +470,12 @@ class _Parser:
         if following.text == "\\frac":
             self.position += 1
             fraction = self.atom()
-        elif following.spaced and following.text.isdigit() and self.tokens[start + 2].text == "/" and self.tokens[start + 3].text.isdigit():
+        elif (
+            following.spaced
+            and following.text.isdigit()
+            and self.tokens[start + 2].text == "/"
+            and self.tokens[start + 3].text.isdigit()
+        ):
             fraction = Node("div", (num(int(following.text)), num(int(self.tokens[start + 3].text))))
             self.position += 4
         else:
@@ -394,7 +493,13 @@ class _Parser:
         if self.peek == "(":
             return self.atom()
         token = self.tokens[self.position] if self.position < len(self.tokens) else None
-        if token is not None and token.kind == "word" and len(token.text) > 1 and token.text not in _FUNCTIONS and token.text != "pi":
+        if (
+            token is not None
+            and token.kind == "word"
+            and len(token.text) > 1
+            and token.text not in _FUNCTIONS
+            and token.text != "pi"
+        ):
             self.tokens[self.position : self.position + 1] = [
                 Token("word", token.text[0], token.spaced),
                 Token("word", token.text[1:], False),
@@ -482,7 +587,14 @@ class _Parser:
             self.position += 1
             return Node("sym", (f"text {text.casefold()}",))
         # A run of letters is a product of names; the first is taken.
-        prefix = next((name for name in ("sqrt", "sin", "cos", "tan", "log", "ln", "pi") if len(text) > len(name) and text.startswith(name)), text[0])
+        prefix = next(
+            (
+                name
+                for name in ("sqrt", "sin", "cos", "tan", "log", "ln", "pi")
+                if len(text) > len(name) and text.startswith(name)
+            ),
+            text[0],
+        )
         rest = text[len(prefix) :]
         if rest:
             self.tokens[self.position] = Token("word", rest, False)
@@ -563,11 +675,17 @@ class _Parser:
     def fraction(self) -> Node:
         token = self.tokens[self.position] if self.position < len(self.tokens) else Token("sym", "", False)
         if token.kind == "num" and len(token.text) > 1 and token.text.isdigit():  # \frac12: one digit each
-            self.tokens[self.position : self.position + 1] = [Token("num", token.text[0], False), Token("num", token.text[1:], False)]
+            self.tokens[self.position : self.position + 1] = [
+                Token("num", token.text[0], False),
+                Token("num", token.text[1:], False),
+            ]
             above = self.number()
             rest = self.tokens[self.position]
             if len(rest.text) > 1:
-                self.tokens[self.position : self.position + 1] = [Token("num", rest.text[0], False), Token("num", rest.text[1:], False)]
+                self.tokens[self.position : self.position + 1] = [
+                    Token("num", rest.text[0], False),
+                    Token("num", rest.text[1:], False),
+                ]
             return Node("div", (above, self.number()))
         return Node("div", (self.argument(), self.argument()))
 
@@ -650,7 +768,9 @@ def _product(factors: list[Node]) -> Node:
 
 
 def _has_degrees(node: Node) -> bool:
-    return node.kind == "deg" or (node.kind != "call" and any(_has_degrees(child) for child in node.args if isinstance(child, Node)))
+    return node.kind == "deg" or (
+        node.kind != "call" and any(_has_degrees(child) for child in node.args if isinstance(child, Node))
+    )
 
 
 def _without_degrees(node: Node) -> Node:

@@ -13,7 +13,9 @@ import re
 import unicodedata
 from typing import NamedTuple
 
-SINGLE_UNITS = frozenset("m g s h l L N J W V A K C F".split())  # units only in \\text or after a blank: 35m is a product
+SINGLE_UNITS = frozenset(
+    ["m", "g", "s", "h", "l", "L", "N", "J", "W", "V", "A", "K", "C", "F"]
+)  # units only in \\text or after a blank: 35m is a product
 MAX_LENGTH = 10_000  # characters of an answer that is read as a formula
 MAX_DIGITS = 4_000  # of one number in it; a longer integer is compared digit by digit
 
@@ -61,7 +63,11 @@ _CHARACTERS = str.maketrans(
         "\u20ac": r"\euro ",
     }
 )
-_GREEK = {chr(code): "\\" + unicodedata.name(chr(code)).split()[-1].lower() + " " for code in range(0x3B1, 0x3CA) if code not in (0x3C0, 0x3C2)}
+_GREEK = {
+    chr(code): "\\" + unicodedata.name(chr(code)).split()[-1].lower() + " "
+    for code in range(0x3B1, 0x3CA)
+    if code not in (0x3C0, 0x3C2)
+}
 _RAISED = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u207f]+")
 _LOWERED = re.compile("[\u2080-\u2089]+")
 _VULGAR = re.compile("[\u00bc-\u00be\u2150-\u215e]")
@@ -84,8 +90,36 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 _BLANK = frozenset(
-    "\\left \\right \\big \\Big \\bigg \\Bigg \\bigl \\bigr \\Bigl \\Bigr \\biggl \\biggr \\displaystyle \\textstyle \\limits \\nolimits"
-    " \\, \\; \\: \\! \\ \\quad \\qquad \\hfill \\mathstrut \\rm \\bf \\it".split()
+    [
+        "\\left",
+        "\\right",
+        "\\big",
+        "\\Big",
+        "\\bigg",
+        "\\Bigg",
+        "\\bigl",
+        "\\bigr",
+        "\\Bigl",
+        "\\Bigr",
+        "\\biggl",
+        "\\biggr",
+        "\\displaystyle",
+        "\\textstyle",
+        "\\limits",
+        "\\nolimits",
+        "\\,",
+        "\\;",
+        "\\:",
+        "\\!",
+        "\\",
+        "\\quad",
+        "\\qquad",
+        "\\hfill",
+        "\\mathstrut",
+        "\\rm",
+        "\\bf",
+        "\\it",
+    ]
 ) | {"\\ ", "~", "$"}
 _SAME = {
     "\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac", "\\leq": "<=", "\\le": "<=", "\\leqslant": "<=", "\\geq": ">=",
@@ -95,7 +129,35 @@ _SAME = {
     "\\simeq": "\\approx", "\\degree": "\\circ", "\\percent": "%", "\\%": "%", "\\colon": ":", "\\land": "\\and", "\\lor": "\\or",
     "\\varphi": "\\phi", "\\varepsilon": "\\epsilon", "\\dollar": "\\$", "\\imath": "i", "\\union": "\\cup", "\\lor ": "\\or",
 }  # fmt: skip
-_FORMULA_WORDS = frozenset("sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan log ln lg exp sqrt abs gcd lcm max min pi inf infinity".split())
+_FORMULA_WORDS = frozenset(
+    [
+        "sin",
+        "cos",
+        "tan",
+        "cot",
+        "sec",
+        "csc",
+        "sinh",
+        "cosh",
+        "tanh",
+        "arcsin",
+        "arccos",
+        "arctan",
+        "log",
+        "ln",
+        "lg",
+        "exp",
+        "sqrt",
+        "abs",
+        "gcd",
+        "lcm",
+        "max",
+        "min",
+        "pi",
+        "inf",
+        "infinity",
+    ]
+)
 
 
 def tokens(text: str) -> list[Token]:
@@ -140,7 +202,9 @@ def _ungroup_commas(match: re.Match[str], text: str, bracketed: bool, spaced: bo
     if spaced or ",0" in match[0]:
         return digits
     before = text[: match.start()]
-    inside = bracketed or any(before.count(left) > before.count(right) for left, right in (("(", ")"), ("[", "]"), ("\\{", "\\}")))
+    inside = bracketed or any(
+        before.count(left) > before.count(right) for left, right in (("(", ")"), ("[", "]"), ("\\{", "\\}"))
+    )
     return match[0] if inside else digits
 
 
@@ -179,7 +243,13 @@ def _read(text: str, found: list[Token], *, spaced: bool, depth: int) -> None:
             raise Unreadable("a number that is too long")
         if token == "\\tag" or token == "\\label":
             raise Unreadable(token)
-        found.append(Token("cmd" if token.startswith("\\") else "word" if token.isalpha() else kind if kind == "num" else "sym", token, spaced))
+        found.append(
+            Token(
+                "cmd" if token.startswith("\\") else "word" if token.isalpha() else kind if kind == "num" else "sym",
+                token,
+                spaced,
+            )
+        )
         spaced = False
 
 

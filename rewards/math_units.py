@@ -24,8 +24,56 @@ SEPARATORS = frozenset(("and", "or"))
 _POWER_BEFORE = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3}
 # After a number these change what is said; the answer is then no number with a unit.
 _NO_UNITS = frozenset(
-    "not no nor never none isn wrong false is are was equals than less more least most about or and if when where but except plus minus"
-    " times over to between mod modulo base sin cos tan cot sec csc log ln exp sqrt pi max gcd lcm".split()
+    [
+        "not",
+        "no",
+        "nor",
+        "never",
+        "none",
+        "isn",
+        "wrong",
+        "false",
+        "is",
+        "are",
+        "was",
+        "equals",
+        "than",
+        "less",
+        "more",
+        "least",
+        "most",
+        "about",
+        "or",
+        "and",
+        "if",
+        "when",
+        "where",
+        "but",
+        "except",
+        "plus",
+        "minus",
+        "times",
+        "over",
+        "to",
+        "between",
+        "mod",
+        "modulo",
+        "base",
+        "sin",
+        "cos",
+        "tan",
+        "cot",
+        "sec",
+        "csc",
+        "log",
+        "ln",
+        "exp",
+        "sqrt",
+        "pi",
+        "max",
+        "gcd",
+        "lcm",
+    ]
 )
 _SMALL = frozenset(("of", "the", "per", "a", "an", "th", "st", "nd", "rd"))
 
@@ -91,7 +139,9 @@ def _is_unknown_unit(word: str, kind: str, spaced: bool, after_one: bool) -> boo
     if kind == "text" or word.lower() in _SMALL:
         return True
     # A run of letters right after a number is a product; as a word after a blank it must look like one.
-    return (spaced or after_one) and len(word) >= 3 and not set("aeiouy").isdisjoint(word.lower()) and not set(word) <= set("abcxyz")
+    return (
+        (spaced or after_one) and len(word) >= 3 and not set("aeiouy").isdisjoint(word.lower()) and not set(word) <= set("abcxyz")
+    )
 
 
 def _exponent(tokens: Sequence[Token], position: int) -> tuple[int | None, int]:

@@ -9,14 +9,17 @@ from rewards.contract import GIVEN, Verifier, bind_verifier
 VERIFIERS: dict[str, str] = {
     "brier": "rewards.brier.brier",
     "choice": "rewards.choice.choice",
+    "code": "rewards.code_verifier.code",
     "exact": "rewards.exact.exact",
     "exact_integer": "rewards.exact.exact_integer",
     "format": "rewards.text_rewards.format_reward",
     "http": "rewards.http_verifier.http",
     "judge": "rewards.judge.judge",
     "length": "rewards.text_rewards.length",
+    "math": "rewards.math_verifier.math",
     "numeric": "rewards.exact.numeric",
     "overlong": "rewards.text_rewards.overlong",
+    "reasoning_gym": "rewards.gym.reasoning_gym",
     "repetition": "rewards.text_rewards.repetition_penalty",
     "reward_model": "rewards.reward_model.reward_model",
 }

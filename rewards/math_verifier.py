@@ -1,0 +1,153 @@
+r"""The verifier ``math``: is the completion's answer the reference answer?
+
+It finds the one answer in the text (`rewards.answers`), reads its structure (`rewards.math_grammar`), and compares it with the reference's: by
+exact arithmetic (`rewards.math_exact`), and what is not rational to as many digits as it takes, in a process of its own (`rewards.math_child`). Formulas that
+this grammar does not know are left to math-verify, in that process too.
+
+*Status and outcome.* A completion that is wrong, holds no answer (``unparsed``) or asks for more time or memory than allowed (``time_limit``,
+``memory_limit``) has the status ok and the value 0. ``invalid`` is a reference answer that is empty, no text or number, or itself can not be read or
+evaluated; no completion is then at fault.
+"""
+
+from __future__ import annotations
+
+import json
+import math as _math
+import re
+from decimal import Decimal
+from functools import lru_cache
+from typing import Any
+
+from rewards import math_child
+from rewards.answers import clean, find_answer, last_box
+from rewards.contract import InvalidItem, Verdict
+from rewards.math_child import Found
+from rewards.math_exact import Exact, Undecided, same
+from rewards.math_grammar import Node, choice, labelled, plain_words, read
+from rewards.math_tokens import Unreadable, normalize
+from rollout.records import Outcome
+
+_INTEGER = re.compile(r"\s*(?P<sign>[+-]?)\s*(?P<digits>[0-9]++)\s*\.?\s*")
+_LIMITS = {Found.TIME_LIMIT: Outcome.TIME_LIMIT, Found.MEMORY_LIMIT: Outcome.MEMORY_LIMIT}
+
+
+def math(
+    completion: str,
+    answer: Any,
+    prompt: str = "",
+    *,
+    require_box: bool = False,
+    timeout_seconds: float = 5.0,
+    memory_limit_mb: int = 1024,
+    decimal_digits: int = 6,
+) -> Verdict:
+    r"""1.0 where the completion's answer equals ``answer``, a text (LaTeX or plain) or a number; else 0.0.
+
+    ``require_box``: only an answer in ``\boxed{}`` counts. ``timeout_seconds`` and ``memory_limit_mb`` bound the comparison of what is not
+    rational. ``decimal_digits``: a decimal of so many significant digits equals a value without a finite decimal that rounds to
+    it; 0 never. ``extracted`` is the answer as written; the measure ``symbolic`` is 1 where exact arithmetic was not enough.
+
+    The value of an answer counts, not its form: ``2^{10}`` is ``1024``.
+
+    Raises `InvalidItem` for a reference answer that can not be used.
+    """
+    gold = _reference(answer)
+    found = find_answer(completion, require_box=require_box, prompt=prompt)
+    if found is None:
+        return Verdict(value=0.0, accuracy=0.0, outcome=Outcome.UNPARSED, extracted=None, measures={"symbolic": 0.0})
+    symbolic = 0.0
+    equal = _without_symbols(clean(found), gold, decimal_digits)
+    outcome = Outcome.RIGHT if equal else Outcome.WRONG
+    if equal is None:
+        symbolic = 1.0
+        decided = math_child.compare(
+            clean(found),
+            gold,
+            library=_structure(clean(found)) is None or _structure(gold) is None,
+            decimal_digits=decimal_digits,
+            timeout_s=timeout_seconds,
+            memory_bytes=memory_limit_mb << 20,
+        )
+        if decided is Found.GOLD:
+            raise InvalidItem(f"the reference answer {gold!r} can not be read or evaluated as a formula")
+        equal = decided is Found.EQUAL
+        outcome = _LIMITS.get(decided, Outcome.RIGHT if equal else Outcome.WRONG)
+    return Verdict(value=float(equal), accuracy=float(equal), outcome=outcome, extracted=found, measures={"symbolic": symbolic})
+
+
+def _reference(answer: Any) -> str:
+    """The reference answer as text; of a worked solution the last box, or what follows ``####``."""
+    if isinstance(answer, bool):
+        return "yes" if answer else "no"
+    if isinstance(answer, int):
+        return format(Decimal(answer), "f")
+    if isinstance(answer, float) and _math.isfinite(answer):
+        return format(Decimal(repr(answer)), "f")
+    if isinstance(answer, str):
+        box = last_box(answer)
+        gold = clean(box if box is not None else answer.rpartition("####")[2])
+        if gold:
+            return gold
+    raise InvalidItem(
+        f"the reference answer {json.dumps(answer, default=repr)[:200]} is no text or number; write it as '42', '\\\\frac{{1}}{{2}}' or 42"
+    )
+
+
+def _without_symbols(found: str, gold: str, decimal_digits: int) -> bool | None:
+    """Whether two answers are the same; None where formulas must be evaluated."""
+    if found == gold:
+        return True
+    integers = _integer(found), _integer(gold)
+    if integers[0] is not None and integers[1] is not None:
+        return integers[0] == integers[1]
+    if (letters := _choices(found, gold)) is not None:
+        return letters
+    mine, theirs = _structure(found), _structure(gold)
+    if mine is None or theirs is None:
+        if plain_words(found) == plain_words(gold):
+            return True
+        # Only what is written as a formula is worth a second reader.
+        return None if "\\" in gold or ("\\" in found and theirs is not None and theirs.kind != "text") else False
+    try:
+        return same(mine, theirs, Exact(decimal_digits))
+    except Undecided:
+        return None
+
+
+def _choices(found: str, gold: str) -> bool | None:
+    """Where one is a letter of multiple choice, ``(E)``, ``E.`` or ``(E) 35``."""
+    mine, theirs = choice(_untexted(found)), choice(_untexted(gold))
+    if mine is not None and theirs is not None:
+        return mine == theirs or (mine.upper() == theirs.upper() and not (found == mine and gold == theirs))
+    marked = labelled(_untexted(found))
+    if marked is not None and theirs is not None:
+        return marked[0].upper() == theirs.upper()
+    gold_marked = labelled(_untexted(gold))
+    if gold_marked is not None and mine is not None:
+        return gold_marked[0].upper() == mine.upper()
+    return None
+
+
+def _untexted(text: str) -> str:
+    return (
+        re.sub(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}", r"\1", text).strip()
+        if "\\" in text
+        else text
+    )
+
+
+def _integer(text: str) -> str | None:
+    """Digits without leading zeros, with the sign where negative, at any length."""
+    match = _INTEGER.fullmatch(normalize(text))
+    if match is None:
+        return None
+    digits = match["digits"].lstrip("0") or "0"
+    return f"-{digits}" if match["sign"] == "-" and digits != "0" else digits
+
+
+@lru_cache(maxsize=4096)
+def _structure(text: str) -> Node | None:
+    try:
+        return read(text)
+    except Unreadable:
+        return None
