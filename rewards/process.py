@@ -12,16 +12,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from rewards.contract import RewardError
+from rewards.supervisor import KILL_S
 from rewards.worker import Setup, frame
 
 START_S = 120.0  # a process must have loaded its verifiers, and an idle one must take up its work, within this
-SEND_S = 30.0  # an idle process must have read what it is sent within this
 
 # Our packages are imported from where they lie before the parent's search path is taken over: in a folder that has a
 # `rewards/` of its own that path would find the wrong one. `-c` rather than multiprocessing: nothing of the parent's main
@@ -30,10 +29,12 @@ _BOOT = """
 import json, sys
 boot = json.loads(sys.argv[1])
 sys.path.insert(0, boot["root"])
-import configs, rollout, rewards
+from rewards.supervisor import supervise
+supervise(boot["parent"], boot["connection"])
+import configs, rollout
 sys.path[:] = boot["path"]
 from rewards.worker import main
-main(boot["connection"], boot["parent"])
+main(boot["connection"])
 """
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -45,25 +46,29 @@ _ENVIRONMENT = {
 
 
 class Woken(Exception):
-    """The wait was ended by the wake descriptor."""
+    """The wait was ended because no more is wanted of the process."""
 
 
 class WorkerProcess:
     """A started process whose verifiers are loaded. One thread uses it, and stays alive while it does.
 
     (The kernel ties the process to the thread that started it: when that thread ends, the process is killed.)
-    Raises `RewardError` when the process can not load its verifiers within `START_S`, `Woken` when ``wake_fd`` became
-    readable meanwhile.
+
+    Args:
+        setup: what it is to judge, and its limits.
+        news_fd: whatever can be read there ends a wait; it is read away.
+        unwanted: whether the process is no more wanted; asked when there are news.
+
+    Raises `RewardError` when the process can not load its verifiers within `START_S`, `Woken` when it became unwanted meanwhile.
     """
 
-    def __init__(self, setup: Setup, wake_fd: int) -> None:
+    def __init__(self, setup: Setup, news_fd: int, unwanted: Callable[[], bool]) -> None:
         self._socket, theirs = socket.socketpair()
-        self._socket.settimeout(SEND_S)
-        self._buffer = bytearray()
+        self._socket.setblocking(False)
+        self._received, self._unsent = bytearray(), bytearray()
         self._poll = select.poll()
-        self._poll.register(self._socket, select.POLLIN)
-        self._poll.register(wake_fd, select.POLLIN)
-        self._wake_fd = wake_fd
+        self._poll.register(news_fd, select.POLLIN)
+        self._news_fd, self._unwanted = news_fd, unwanted
         boot = {
             "root": str(Path(__file__).resolve().parents[1]),
             "path": sys.path,
@@ -71,18 +76,18 @@ class WorkerProcess:
             "parent": os.getpid(),
         }
         with theirs, tempfile.TemporaryFile() as output:
-            self._popen = subprocess.Popen(
+            self._supervisor = subprocess.Popen(
                 [sys.executable, "-P", "-c", _BOOT, json.dumps(boot)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 env={**os.environ, **_ENVIRONMENT},
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is not for it, and its group can be killed as one
+                start_new_session=True,  # Ctrl-C is not for it
             )
             theirs.close()  # before the first wait: the end of the process must end the connection
             try:
-                self._finish_start(setup)
+                self.pid, self.batch_parts, self.async_parts = self._finish_start(setup)
             except (EOFError, OSError) as error:
                 how = self.kill(grace_s=1.0)
                 output.seek(max(0, output.seek(0, os.SEEK_END) - 2000))
@@ -94,38 +99,41 @@ class WorkerProcess:
                 self.kill()
                 raise
 
-    @property
-    def pid(self) -> int:
-        return self._popen.pid
-
     def alive(self) -> bool:
         try:
             # WNOWAIT leaves it a zombie: its process id stays ours until `kill` has used it.
-            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+            return os.waitid(os.P_PID, self._supervisor.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
         except ChildProcessError:  # reaped
             return False
 
     def send(self, content: Any) -> None:
-        """Raises OSError (a TimeoutError after `SEND_S`) when the process does not take it."""
-        self._socket.sendall(frame(content))
+        """Goes out now as far as the process takes it, the rest while `receive` waits. Raises OSError when it has ended."""
+        self._unsent += frame(content)
+        self._flush()
 
     def receive(self, limit: float) -> list[list[Any]]:
-        """All messages that have arrived, waiting for the first; none if ``limit`` (of ``time.monotonic``) passed before.
+        """All messages that have arrived, waiting for the first; none if ``limit`` (of ``time.monotonic``) passed before, or news came.
 
-        Raises EOFError or OSError when the process has ended, `Woken` when the wake descriptor became readable.
+        Raises EOFError or OSError when the process has ended, `Woken` when it is no more wanted.
         """
-        while b"\n" not in self._buffer:
-            ready = [fd for fd, _ in self._poll.poll(max(0.0, limit - time.monotonic()) * 1000)]
-            if self._wake_fd in ready:
-                raise Woken
-            if not ready:
+        while b"\n" not in self._received:
+            self._poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+            ready = dict(self._poll.poll(max(0.0, limit - time.monotonic()) * 1000))
+            if self._news_fd in ready:
+                os.read(self._news_fd, 1 << 16)
+                if self._unwanted():
+                    raise Woken
+            if ready.get(self._socket.fileno(), 0) & select.POLLOUT:
+                self._flush()
+            if ready.get(self._socket.fileno(), 0) & ~select.POLLOUT:
+                data = self._socket.recv(1 << 16)
+                if not data:
+                    raise EOFError
+                self._received += data
+            elif self._news_fd in ready or not ready:
                 return []
-            data = self._socket.recv(1 << 16)
-            if not data:
-                raise EOFError
-            self._buffer += data
-        *lines, rest = self._buffer.split(b"\n")
-        self._buffer = bytearray(rest)
+        *lines, rest = self._received.split(b"\n")
+        self._received = bytearray(rest)
         return [json.loads(line) for line in lines]
 
     def kill(self, grace_s: float = 0.0) -> str:
@@ -136,43 +144,32 @@ class WorkerProcess:
         deadline = time.monotonic() + grace_s
         while (alive := self.alive()) and time.monotonic() < deadline:
             time.sleep(0.002)
-        _kill_tree(self.pid)
-        code = self._popen.wait()
+        if alive:
+            for number in (signal.SIGTERM, signal.SIGCONT):  # the supervisor's word to end all that is below it
+                self._supervisor.send_signal(number)
+        try:
+            code = self._supervisor.wait(2 * KILL_S)
+        except subprocess.TimeoutExpired:  # stopped or held up: its worker at least ends with it
+            self._supervisor.kill()
+            code = self._supervisor.wait()
         self._socket.close()
         if alive:
             return "was killed by the pool"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
-    def _finish_start(self, setup: Setup) -> None:
+    def _flush(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent)]
+
+    def _finish_start(self, setup: Setup) -> tuple[int, list[str], list[str]]:
         limit = time.monotonic() + START_S
         self.send(setup)
-        messages = self.receive(limit)
-        if not messages:
-            raise RewardError(f"a verifier process had not loaded its verifiers after {START_S:g} s")
+        while not (messages := self.receive(limit)):
+            if time.monotonic() >= limit:
+                raise RewardError(f"a verifier process had not loaded its verifiers after {START_S:g} s")
         kind, *rest = messages[0]
         if kind == "failed":
             raise RewardError(rest[0])
-
-
-def _kill_tree(pid: int) -> None:
-    """SIGKILL to a child of ours, its process group and every descendant, also those in sessions of their own."""
-    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-        os.kill(pid, signal.SIGSTOP)  # so that it starts no more
-        deadline = time.monotonic() + 5.0  # a process in the kernel's hands may take its time to die
-        while time.monotonic() < deadline:
-            # The worker adopts orphans, so that whatever came from it hangs below it until it is gone itself.
-            children = [c for c in psutil.Process(pid).children(recursive=True) if _lives(c)]
-            if not children:
-                break
-            for child in children:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.kill()
-            time.sleep(0.005)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-
-
-def _lives(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.status() != psutil.STATUS_ZOMBIE
-    return False
+        pid, batch, can_cancel = rest
+        return pid, batch, can_cancel

@@ -183,11 +183,12 @@ def test_a_verifier_may_give_up_by_an_exception(pool, status):
     assert "as told" in score.detail
 
 
-def test_the_deadline_is_for_all_parts_together_and_the_stuck_one_is_named():
-    with make_pool(first=part("obey"), second=part("obey")) as pool:
-        (score,) = pool.score([item("nap 0.7")])
+def test_each_part_has_a_deadline_of_its_own_and_the_stuck_one_is_named():
+    with make_pool(timeout_s=5.0, first=part("obey"), second=part("obey", timeout_s=0.3)) as pool:
+        (score,) = pool.score([item("nap 0.6")])
         assert (score.status, "'second'" in score.detail, "'first'" in score.detail) == (Status.TIMEOUT, True, False)
-        assert TIMEOUT_S <= score.time_s < 1.4  # the naps of both
+        assert 0.6 + 0.3 <= score.time_s < 5.0  # a whole nap and a cut one
+        assert score.parts == {"first": 1.0}
 
 
 def test_prints_go_nowhere_and_corrupt_nothing(pool, capfd):
