@@ -73,6 +73,13 @@ VERBS = {
         flags=("--compare",),
         flagged="orchestrator.score:compare",
     ),
+    "serve-reward": Verb(
+        "a reward as an HTTP service",
+        "Scores batches over HTTP: POST /score, GET /health; keys `serve.*`. The `http` reward of another run is its client.",
+        "orchestrator.serve:serve_reward",
+        checks_functions=False,
+        refuses=False,
+    ),
     "explain": Verb(
         "the objective of a configuration as a formula, and its credit at a grid of ratios",
         "Prints the objective in use as one formula with its numbers and sources, the pipeline it passes through, factor and credit at a\n"
