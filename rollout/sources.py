@@ -106,11 +106,15 @@ def arithmetic(*, name: str, reward: str | None, max_digits: int = 3, num_prompt
 
 
 def reasoning_gym(
-    *, name: str, reward: str | None, task: str, num_prompts: int = 1000, seed: int = 0, **settings: Any
+    *, name: str, reward: str | None, task: str, num_prompts: int = 1000, seed: int = 0, entry: bool = False, **settings: Any
 ) -> list[Row]:
     """Items of one reasoning-gym task; ``settings`` are the task's own. A question drawn twice is one row.
 
-    Raises DataError without the package, for an unknown task or setting, and for a task that has no reference answer.
+    The answer is the item's reference answer or, with ``entry``, all that the verifier ``reasoning_gym`` needs to score by the task's
+    own rules: {task, settings, question, answer, metadata}. Ids are the same either way.
+
+    Raises DataError without the package, for an unknown task or setting, and for a task that has no reference answer, which takes
+    ``entry``.
     """
     _check_counts(num_prompts=num_prompts)
     gym = _optional_module("reasoning_gym", "limen[reasoning-gym]")
@@ -123,13 +127,16 @@ def reasoning_gym(
         raise DataError(f"reasoning-gym task {task!r} refused its settings {settings}: {error}") from error
     rows = {}
     for index, item in enumerate(items):
-        if item["answer"] is None:
-            raise DataError(f"reasoning-gym task {task!r} has no reference answer (item {index}); choose a task that has one")
+        if item["answer"] is None and not entry:
+            raise DataError(
+                f"reasoning-gym task {task!r} has no reference answer (item {index}); its own scorer judges it: set entry=true "
+                "with reward=reasoning_gym, or choose a task that has one"
+            )
         question_id = stable_id(item["question"], item["answer"])
         rows[question_id] = Row(
             id=question_id,
             question=item["question"],
-            answer=item["answer"],
+            answer=json.loads(json.dumps({"task": task, "settings": settings, **item})) if entry else item["answer"],
             stratum=name,
             reward=reward,
             split_key=item["question"],

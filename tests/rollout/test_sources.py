@@ -250,6 +250,17 @@ def test_reasoning_gym_chain_sum_gives_sums_with_their_answers() -> None:
     ]
 
 
+def test_the_whole_item_of_reasoning_gym_keeps_the_ids() -> None:
+    plain = load_rows("g", gym(task="rotate_matrix", num_prompts=5), ())
+    whole = load_rows("g", gym(task="rotate_matrix", num_prompts=5, entry=True, max_n=9), ())
+    assert [row.id for row in whole] == [row.id for row in load_rows("g", gym(task="rotate_matrix", num_prompts=5, max_n=9), ())]
+    plain_again = load_rows("g", gym(task="rotate_matrix", num_prompts=5, entry=True), ())
+    assert [(row.id, row.split_key) for row in plain_again] == [(row.id, row.split_key) for row in plain]
+    assert [row.answer["answer"] for row in plain_again] == [row.answer for row in plain]
+    assert all((row.answer["task"], row.answer["settings"]) == ("rotate_matrix", {"max_n": 9}) for row in whole)
+    assert all(row.answer["question"] == row.question and row.answer == json.loads(json.dumps(row.answer)) for row in whole)
+
+
 def test_a_question_drawn_twice_is_one_row() -> None:
     rows = load_rows("g", gym(task="chain_sum", num_prompts=500, min_terms=2, max_terms=2, min_digits=1, max_digits=1), ())
     questions = [row.question for row in rows]
@@ -267,6 +278,7 @@ def test_reasoning_gym_errors_are_clear(monkeypatch: pytest.MonkeyPatch) -> None
         load_rows("g", gym(), ())
     with pytest.raises(DataError, match=r"'rush_hour' has no reference answer"):
         load_rows("g", gym(task="rush_hour", num_prompts=2), ())
+    assert load_rows("g", gym(task="rush_hour", num_prompts=2, entry=True), ())[0].answer["answer"] is None
 
     def missing(name: str) -> None:
         raise ModuleNotFoundError(name=name)
