@@ -20,51 +20,50 @@ signal: it must end work in one call of C code, too, and process 1 of a namespac
 import _sitebuiltins
 import builtins
 import faulthandler
-import os
+import posix  # `os` is a quarter of an interpreter's start, and a script is a start a test
 import sys
-from types import CodeType, ModuleType
 
 RESULTS = 3
 
 
-def compile_program() -> CodeType:
+def run_program(name: str) -> dict:
+    """The namespace of the program after it has run in a module of its own."""
     with open("program.py", "rb") as file:
         source = file.read()
     try:
         code = compile(source, "program.py", "exec", dont_inherit=True)
     except (MemoryError, OverflowError, RecursionError, ValueError) as error:  # nested too deep, null bytes
         raise SyntaxError(f"cannot be compiled: {error or type(error).__name__}") from None
-    os.write(RESULTS, b"compiled\n")
-    return code
-
-
-def run_program(code: CodeType, name: str) -> dict:
-    """The namespace of the program after it has run in a module of its own."""
+    posix.write(RESULTS, b"compiled\n")
+    if name == "__main__":
+        posix.close(RESULTS)
     sys.argv = ["program.py"]
-    module = sys.modules[name] = ModuleType(name)
+    module = sys.modules["__main__"] = sys.modules[name] = type(sys)(name)
     module.__file__ = "program.py"
     exec(code, module.__dict__)
     return module.__dict__
 
 
-def run_tests(code: CodeType, function: str, limit_s: float) -> None:
+def run_tests(function: str, limit_s: float) -> None:
     import json  # noqa: PLC0415  (a script does not wait for what only tests need)
 
     encode, set_digits = json.JSONEncoder().encode, sys.set_int_max_str_digits
     hooks = (sys.settrace, sys.setprofile)
-    pristine = dict(vars(builtins))
-    results = os.fdopen(RESULTS, "wb")
-    tests = os.dup(0)
-    empty, end = os.pipe()
-    os.dup2(empty, 0)
-    os.close(empty)
-    os.close(end)
+    saved = [(space, dict(space)) for space in (vars(builtins), globals())]
+    results = open(RESULTS, "wb")  # noqa: SIM115  (until the process ends)
+    tests = posix.dup(0)
+    empty, end = posix.pipe()
+    posix.dup2(empty, 0)
+    posix.close(empty)
+    posix.close(end)
 
-    namespace = run_program(code, "program")
+    namespace = run_program("program")
     results.write(b"loaded\n")
     results.flush()
     # No wall: a program that wants to can change what later code sees. This undoes what an easy cheat would overwrite.
-    vars(builtins).update(pristine)
+    for space, content in saved:
+        space.clear()
+        space.update(content)
     for hook in hooks:
         hook(None)
     while frame := read_frame(tests):
@@ -90,7 +89,7 @@ def run_tests(code: CodeType, function: str, limit_s: float) -> None:
         results.write(line.encode() + b"\n")
         results.flush()
         faulthandler.cancel_dump_traceback_later()
-    os._exit(0)  # threads that the program left do not hold it up
+    posix._exit(0)  # threads that the program left do not hold it up
 
 
 def read_frame(tests: int) -> bytes:
@@ -100,7 +99,7 @@ def read_frame(tests: int) -> bytes:
 
 def read(tests: int, size: int) -> bytes:
     data = bytearray()
-    while len(data) < size and (part := os.read(tests, size - len(data))):
+    while len(data) < size and (part := posix.read(tests, size - len(data))):
         data += part
     return bytes(data)
 
@@ -167,8 +166,6 @@ if __name__ == "__main__":
         setattr(builtins, word, _sitebuiltins.Quitter(word, "Ctrl-D"))
     mode, *settings = sys.argv[1:]
     if mode == "stdio":
-        program = compile_program()
-        os.close(RESULTS)
-        run_program(program, "__main__")
+        run_program("__main__")
     else:
-        run_tests(compile_program(), settings[0], float(settings[1]))
+        run_tests(settings[0], float(settings[1]))

@@ -398,7 +398,8 @@ def test_the_honest_program_is_paid():
 ASSERT_FORGERIES = {
     "abs": "import builtins\nbuiltins.abs = lambda x: 0\ndef f(x):\n    return 1",
     "AssertionError": "import builtins\nbuiltins.AssertionError = type('E', (Exception,), {})\ndef f(x):\n    return 1",
-    "its own main": "import sys\nsys.modules['__main__'].read_frame = lambda t: b'ok'\ndef f(x):\n    return 1",
+    "its own main": "import __main__\n__main__.exec = __main__.read_frame = lambda *a: None\ndef f(x):\n    return 1",
+    "its own exec": "import sys\nsys._getframe(1).f_globals['exec'] = lambda *a: None\ndef f(x):\n    return 1",
     "input": "import sys\nprint(sys.stdin.read(), open(0, closefd=False).read())\ndef f(x):\n    return 1",
     "caught": "def f(x):\n    try:\n        raise AssertionError\n    except AssertionError:\n        raise SystemExit(0)",
 }
