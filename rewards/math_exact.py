@@ -30,6 +30,7 @@ from rewards.math_grammar import INFINITY, Node, negative, num, plain_words
 
 NUM_POINTS = 3  # at which two formulas with names in them are compared
 _FORMULAS = frozenset(("num", "sym", "const", "add", "mul", "div", "pow", "call", "deg", "pct"))
+_NO_NAMES: frozenset[Node] = frozenset()
 _SAME_WORDS = {"true": "yes", "false": "no", "correct": "yes", "incorrect": "no", "dne": "doesnotexist", "undefined": "undefined"}
 
 
@@ -208,6 +209,8 @@ def _relation(node: Node) -> Node:
     """
     if node.kind == "chain":
         return _chain(*node.args)
+    if node == Node("const", ("set R",)):
+        return _interval(node)
     if node.kind == "list":
         items = [_relation(item) for item in node.args]
         if all(item.kind == "assign" and item.args[0] == items[0].args[0] for item in items):
@@ -354,8 +357,6 @@ def _vector(node: Node) -> tuple[Node, ...] | None:
 def _ratio(node: Node) -> tuple[Node, ...] | None:
     if node.kind == "ratio":
         return node.args
-    if node.kind == "time" and not node.args[-1]:
-        return tuple(num(part) for part in node.args[:-1])
     return (node, num(1)) if node.kind in _FORMULAS else None
 
 
@@ -379,16 +380,14 @@ def _infinite(node: Node) -> bool:
     return node == INFINITY or node == negative(INFINITY)
 
 
-@lru_cache(maxsize=1024)
 def names(node: Node) -> frozenset[Node]:
     """The names in a formula, as nodes."""
-    if node.kind == "sym":
+    kind, args = node
+    if kind == "sym":
         return frozenset((node,))
-    found: frozenset[Node] = frozenset()
-    for child in node.args:
-        if isinstance(child, Node):
-            found |= names(child)
-    return found
+    if kind in ("num", "const"):
+        return _NO_NAMES
+    return _NO_NAMES.union(*(names(child) for child in args if isinstance(child, Node)))
 
 
 # Formulas
@@ -464,6 +463,13 @@ class Exact:
             return self._check(self.value(args[0], point) / self.value(args[1], point))
         if kind == "pct":
             return self.value(args[0], point) / 100
+        if (
+            kind in ("pow", "call")
+            and point
+            and (kind == "call" or args[1].kind != "num" or args[1].args[0].denominator != 1)
+            and names(node)
+        ):
+            raise Undecided(kind)  # no rational function: sqrt(x^2) is x at positive places only
         if kind == "pow":
             return self._power(self.value(args[0], point), self.value(args[1], point))
         if kind == "call":

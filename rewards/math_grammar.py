@@ -141,7 +141,7 @@ _ENDS = frozenset(
 _WORDS_ONLY = re.compile(r"(?:[^\W\d_]|[ '.,!?-])*")
 _NO_WORDS = frozenset(("and", "or", "pi", "inf", "infinity", "i", "e"))
 _CHOICE = re.compile(r"(?:\(([A-Za-z])\)|([A-Za-z])\)|([A-Z])[.:]?)[.:]?")
-_LABEL = re.compile(r"\(([A-J])\)[.:,]?\s*(?=\S)|([A-J])[.):]\s+(?=\S)")
+_LABEL = re.compile(r"(?:\(([A-J])\)[.:]?\s*|([A-J])[.):]\s+)(?!and\b|or\b|[(,;&])(?=\S)")
 _SAID_BEFORE = re.compile(r"(?i)(?:so |thus |hence |therefore,? )?(?:the )?(?:final )?answer\s*(?:is\b|[:=])\s*")
 _NOTHING = frozenset(
     ["nosolution", "nosolutions", "norealsolution", "norealsolutions", "emptyset", "theemptyset", "thereisnosolution"]
@@ -463,21 +463,16 @@ class _Parser:
 
     def mixed_number(self) -> Node | None:
         r"""``2\frac{1}{2}`` or ``2 1/2``."""
-        if self.position + 3 >= len(self.tokens) or not self.tokens[self.position].text.isdigit():
+        if self.position + 2 >= len(self.tokens) or not self.tokens[self.position].text.isdigit():
             return None
         start, whole = self.position, int(self.tokens[self.position].text)
         following = self.tokens[start + 1]
         if following.text == "\\frac":
             self.position += 1
             fraction = self.atom()
-        elif (
-            following.spaced
-            and following.text.isdigit()
-            and self.tokens[start + 2].text == "/"
-            and self.tokens[start + 3].text.isdigit()
-        ):
-            fraction = Node("div", (num(int(following.text)), num(int(self.tokens[start + 3].text))))
-            self.position += 4
+        elif following.spaced and following.text.isdigit() and [t.text for t in self.tokens[start + 2 : start + 3]] == ["/"]:
+            self.position += 1
+            fraction = Node("div", (self.number(), self.atom() if self.accept("/") else MINUS_ONE))
         else:
             return None
         above, below = fraction.args if fraction.kind == "div" else (fraction, fraction)
@@ -622,11 +617,14 @@ class _Parser:
         left = self.take()
         if left == "\\{" and self.accept("\\}"):
             return EMPTY
+        bound = left == "\\{" and self.skip_bound_name()
         items = self.items()
         right = self.take()
         if left == "\\{":
             if right != "\\}":
                 raise Unreadable("a set is not closed")
+            if bound:
+                return listed(items)
             return Node("set", tuple(_flat(items)))
         if left == "\\langle" and right == "\\rangle":
             return Node("seq", ("(", ")", *items))
@@ -635,6 +633,15 @@ class _Parser:
         if len(items) == 1 and (left, right) in (("(", ")"), ("[", "]")):
             return items[0]
         return Node("seq", (left, right, *items))
+
+    def skip_bound_name(self) -> bool:
+        r"""Over the ``x :`` or ``x \in \mathbb{R} \mid`` of a set given by a condition."""
+        texts = [token.text for token in self.tokens[self.position : self.position + 7]]
+        after = 6 if texts[1:6] == ["\\in", "\\mathbb", "{", "R", "}"] else 1
+        if texts[after : after + 1] in ([":"], ["|"]) and texts[0].isalpha():
+            self.position += after + 1
+            return True
+        return False
 
     def command(self, name: str) -> Node:
         if name == "frac":

@@ -81,6 +81,8 @@ _DOTS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:\.\d{3}){2,}+(?!\.?\d)")
 _DECIMAL_COMMA = re.compile(r"(?<=\d)\{,\}(?=\d)")
 _REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{(\d+)\}")
 
+_UNITS = re.compile(rf"[{''.join(sorted(SINGLE_UNITS))}](?:\^?[23]|/[{''.join(sorted(SINGLE_UNITS))}])*+")
+
 _TOKEN = re.compile(
     r"(?P<num>\d++(?:\.\d+)?+(?:[eE][-+]?\d++(?![\w.]))?+|\.\d++)"
     r"|(?P<text>\\(?:text|textbf|textit|textrm|textnormal|textsf|mathrm|mathbf|mathit|mathsf|boldsymbol|bm|vec|operatorname\*?|mbox|hbox|boxed|fbox)\s*\{)"
@@ -255,7 +257,7 @@ def _read(text: str, found: list[Token], *, spaced: bool, depth: int) -> None:
 
 def _read_text(command: str, content: str, found: list[Token], spaced: bool, depth: int) -> None:
     words = re.findall(r"[^\W\d_]+", re.sub(r"\\[A-Za-z]+", "", content))
-    if content.strip() in SINGLE_UNITS and found and (found[-1].kind == "num" or found[-1].text in ("}", ")")):
+    if _UNITS.fullmatch(content.strip()) and found and (found[-1].kind == "num" or found[-1].text in ("}", ")")):
         found.append(Token("text", content.strip(), spaced=True))
         return
     plain = command.startswith(("\\boxed", "\\fbox", "\\boldsymbol", "\\bm", "\\vec", "\\mathbf", "\\textbf"))

@@ -34,7 +34,6 @@ _LIMITS = {Found.TIME_LIMIT: Outcome.TIME_LIMIT, Found.MEMORY_LIMIT: Outcome.MEM
 def math(
     completion: str,
     answer: Any,
-    prompt: str = "",
     *,
     require_box: bool = False,
     timeout_seconds: float = 5.0,
@@ -52,7 +51,7 @@ def math(
     Raises `InvalidItem` for a reference answer that can not be used.
     """
     gold = _reference(answer)
-    found = find_answer(completion, require_box=require_box, prompt=prompt)
+    found = find_answer(completion, require_box=require_box)
     if found is None:
         return Verdict(value=0.0, accuracy=0.0, outcome=Outcome.UNPARSED, extracted=None, measures={"symbolic": 0.0})
     symbolic = 0.0
