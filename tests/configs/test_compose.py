@@ -300,7 +300,7 @@ def test_every_shipped_file_composes_and_reads_back(group: str):
         "jsonl": ["data.sources.main.path=pyproject.toml"],
         "parquet": ["data.sources.main.path=pyproject.toml"],
         "datasets": ["data.sources.main.path=owner/name"],
-        "reasoning_gym": ["data.sources.main.params.task=gcd"],
+        "data/reasoning_gym": ["data.sources.main.params.task=gcd"],
         "pretrained": ["model.path=owner/name"],
         "replay": ["rollout.source_run=some_run"],
         "bypass": ["algorithm=grpo"],
@@ -311,7 +311,7 @@ def test_every_shipped_file_composes_and_reads_back(group: str):
     of_form_alone = {"format", "length", "overlong", "repetition"}  # beside one that says whether an answer is right
     for name in shipped_files()[group]:
         picked = f"[exact_integer,{name}]" if group == "reward" and name in of_form_alone else name
-        config = load_config([f"{group}={picked}", *needs.get(name, [])])
+        config = load_config([f"{group}={picked}", *needs.get(name, needs.get(f"{group}/{name}", []))])
         assert build(Config, yaml.safe_load(dump_config(config, redact=False))) == config
 
 

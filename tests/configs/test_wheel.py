@@ -21,12 +21,16 @@ import configs.compose, rewards, orchestrator.main
 assert configs.compose.__file__.startswith(sys.argv[1]), configs.compose.__file__
 assert rewards.__file__.startswith(sys.argv[1]), rewards.__file__
 needs = {"jsonl": ["data.sources.main.path=p.jsonl"], "parquet": ["data.sources.main.path=p.jsonl"],
-         "datasets": ["data.sources.main.path=owner/name"], "reasoning_gym": ["data.sources.main.params.task=gcd"],
+         "datasets": ["data.sources.main.path=owner/name"], "data/reasoning_gym": ["data.sources.main.params.task=gcd"],
          "pretrained": ["model.path=owner/name"], "bypass": ["algorithm=grpo"],
-         "replay": ["rollout.source_run=run"]}
+         "replay": ["rollout.source_run=run"], "http": ["reward.parts.http.params.urls=http://localhost/score"],
+         "judge": ["reward.parts.judge.params.base_url=http://localhost/v1", "reward.parts.judge.params.model=m"],
+         "reward_model": ["reward.parts.reward_model.params.path=folder"]}
+of_form_alone = {"format", "length", "overlong", "repetition"}  # beside one that says whether an answer is right
 for group, names in configs.compose.shipped_files().items():
     for name in names:
-        configs.compose.load_config([f"{group}={name}", *needs.get(name, [])])
+        picked = f"[exact_integer,{name}]" if group == "reward" and name in of_form_alone else name
+        configs.compose.load_config([f"{group}={picked}", *needs.get(name, needs.get(f"{group}/{name}", []))])
         print(f"{group}/{name}.yaml")
 assert not {"torch", "ray", "vllm", "deepspeed"} & set(sys.modules)
 """
