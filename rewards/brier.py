@@ -10,9 +10,21 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, Literal, NoReturn
 
+from configs.errors import ConfigError
 from configs.functions import check_params, resolve_function
 from configs.schema import RewardPart
-from rewards.contract import GIVEN, Abstain, InvalidItem, RewardError, RewardItem, Verdict, Verifier, bind_verifier, judge
+from rewards.contract import (
+    GIVEN,
+    Abstain,
+    InvalidItem,
+    RewardError,
+    RewardItem,
+    Verdict,
+    Verifier,
+    bind_verifier,
+    judge,
+    prepare,
+)
 from rewards.text_rewards import read_blocks
 from rewards.verifiers import ENTRY_POINTS, VERIFIERS
 from rollout.records import Outcome, Score, Status
@@ -71,6 +83,13 @@ def brier(  # noqa: PLR0913  what an item has, to hand on, and the settings
         measures={"well_formed": 1.0, "confidence": confidence, "squared_error": error},
         detail=score.detail,
     )
+
+
+def _prepare(*, correctness: str, correctness_params: dict[str, Any] | None, **_: Any) -> None:
+    prepare(_correctness(correctness, json.dumps(correctness_params or {}, sort_keys=True)), "correctness_params")
+
+
+brier.prepare = _prepare  # type: ignore[attr-defined]
 
 
 def squared_error(correct: bool, confidence: float) -> float:
@@ -143,10 +162,13 @@ def _bin(confidence: float, num_bins: int) -> int:
 
 @lru_cache
 def _correctness(name: str, params: str) -> Verifier:
-    function = resolve_function(name, VERIFIERS, "correctness", entry_points=ENTRY_POINTS)
     part = RewardPart(function=name, params=json.loads(params))
-    check_params(function, part.params, "correctness_params", GIVEN)
-    verifier = bind_verifier(function, part, "correctness")
+    try:
+        function = resolve_function(name, VERIFIERS, "correctness", entry_points=ENTRY_POINTS)
+        check_params(function, part.params, "correctness_params", GIVEN)
+        verifier = bind_verifier(function, part, "correctness")
+    except ConfigError as error:
+        raise RewardError(str(error)) from error
     if verifier.is_async:
         raise RewardError(f"correctness: '{name}' is async; brier needs a plain function")
     return verifier

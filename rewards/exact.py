@@ -9,7 +9,7 @@ from decimal import Decimal, localcontext
 from fractions import Fraction
 from typing import Any, Literal
 
-from rewards.contract import InvalidItem, Verdict
+from rewards.contract import InvalidItem, RewardError, Verdict
 from rollout.records import Outcome
 
 # A number as people write it, with what belongs to it: decimals, groups, fractions, times, powers, exponents, letters. So
@@ -101,8 +101,7 @@ def numeric(
 
     Raises `InvalidItem` unless ``answer`` is an int, a finite float or a text that is one number.
     """
-    if not (absolute >= 0 and relative >= 0):
-        raise ValueError(f"absolute={absolute} and relative={relative} must not be negative")
+    _check_tolerances(absolute=absolute, relative=relative)
     written = repr(answer) if isinstance(answer, float) else _written(answer)
     gold = None if written is None else _whole_number(written, percent)
     if gold is None:
@@ -114,6 +113,15 @@ def numeric(
     # By way of the text: 0.1 is a tenth here, not the double next to it.
     tolerance = max(Fraction(str(absolute)), Fraction(str(relative)) * abs(gold))
     return _verdict(abs(found - gold) <= tolerance, _spell(found))
+
+
+def _check_tolerances(*, absolute: float, relative: float, **_: Any) -> None:
+    for name, tolerance in (("absolute", absolute), ("relative", relative)):
+        if tolerance < 0:
+            raise RewardError(f"{name}={tolerance} is negative; 0 is no tolerance")
+
+
+numeric.prepare = _check_tolerances  # type: ignore[attr-defined]
 
 
 def final_text(completion: str) -> str:

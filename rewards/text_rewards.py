@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import regex
 
@@ -42,12 +42,25 @@ def format_reward(
         well_formed = blocks is not None and (not blank or (allow_empty_reasoning and blank == ["think"]))
     else:
         try:
-            well_formed = regex.fullmatch(pattern, completion, timeout=pattern_timeout_s) is not None
-        except regex.error as error:
-            raise RewardError(f"pattern: {pattern!r} is no regular expression: {error}") from error
+            well_formed = _compiled(pattern).fullmatch(completion, timeout=pattern_timeout_s) is not None
         except TimeoutError:  # how long a search takes is the completion's doing
             return Verdict(0.0, 0.0, Outcome.TIME_LIMIT)
     return Verdict(float(well_formed), float(well_formed), Outcome.RIGHT if well_formed else Outcome.WRONG)
+
+
+def _compiled(pattern: str) -> Any:
+    try:
+        return regex.compile(pattern)
+    except regex.error as error:
+        raise RewardError(f"pattern: {pattern!r} is no regular expression: {error}") from error
+
+
+def _prepare_format(*, pattern: str | None, **_: Any) -> None:
+    if pattern is not None:
+        _compiled(pattern)
+
+
+format_reward.prepare = _prepare_format  # type: ignore[attr-defined]
 
 
 def read_blocks(completion: str, prompt: str, tags: Sequence[str]) -> dict[str, str] | None:
@@ -79,11 +92,18 @@ def length(
     With ``at_least`` 0 an empty completion earns 1.0: gate it behind a reward of correctness. In ``tokens`` it needs the item's
     ``num_tokens`` and abstains without.
     """
-    if not 0 <= at_least <= target < limit:
-        raise RewardError(f"length needs 0 <= at_least <= target < limit, not {at_least}, {target}, {limit}")
+    _check_length(target=target, limit=limit, at_least=at_least)
     size = _counted(num_tokens, "length, or set unit: characters") if unit == "tokens" else len(completion)
     value = size / at_least if size < at_least else min(1.0, max(0.0, (limit - size) / (limit - target)))
     return Verdict(value, outcome=Outcome.NONE, measures={"length": float(size)})
+
+
+def _check_length(*, target: int, limit: int, at_least: int, **_: Any) -> None:
+    if not 0 <= at_least <= target < limit:
+        raise RewardError(f"limit={limit}: length needs 0 <= at_least <= target < limit; at_least={at_least}, target={target}")
+
+
+length.prepare = _check_length  # type: ignore[attr-defined]
 
 
 def repetition_penalty(completion: str, *, num_words: int = 20) -> Verdict:
@@ -91,10 +111,17 @@ def repetition_penalty(completion: str, *, num_words: int = 20) -> Verdict:
 
     Words are what whitespace parts, so a repeated text without spaces is not seen. The metric ``rep/ratio20`` counts alike.
     """
-    if num_words < 1:
-        raise RewardError(f"num_words={num_words} is not a whole number of at least 1")
+    _check_repetition(num_words=num_words)
     share, most = repetition(completion, num_words)
     return Verdict(-share, outcome=Outcome.NONE, measures={"max_repeats": float(most)})
+
+
+def _check_repetition(*, num_words: int) -> None:
+    if num_words < 1:
+        raise RewardError(f"num_words={num_words} is not a whole number of at least 1")
+
+
+repetition_penalty.prepare = _check_repetition  # type: ignore[attr-defined]
 
 
 def overlong(num_tokens: int | None, *, limit: int, buffer: int, factor: float = 1.0) -> Verdict:
@@ -103,10 +130,17 @@ def overlong(num_tokens: int | None, *, limit: int, buffer: int, factor: float =
     min(0, -(n - (limit - buffer)) / buffer * factor), DAPO (arXiv 2503.14476). ``limit`` is ``rollout.max_new_tokens``; a
     completion beyond it pays on along the same line. Needs the item's ``num_tokens`` and abstains without.
     """
-    if not 1 <= buffer <= limit:
-        raise RewardError(f"overlong needs 1 <= buffer <= limit, not {buffer}, {limit}")
+    _check_overlong(limit=limit, buffer=buffer)
     excess = _counted(num_tokens, "overlong") - (limit - buffer)
     return Verdict(min(0.0, -excess / buffer * factor), outcome=Outcome.NONE)
+
+
+def _check_overlong(*, limit: int, buffer: int, **_: Any) -> None:
+    if not 1 <= buffer <= limit:
+        raise RewardError(f"buffer={buffer}: overlong needs 1 <= buffer <= limit, and limit={limit}")
+
+
+overlong.prepare = _check_overlong  # type: ignore[attr-defined]
 
 
 def _counted(num_tokens: int | None, need: str) -> int:

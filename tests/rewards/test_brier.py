@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from configs.errors import ConfigError
 from rewards import brier as module
 from rewards.brier import (
     auroc,
@@ -32,7 +31,7 @@ def written(answer="4", confidence="0.8", analysis=""):
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case["id"] for case in CASES])
-@pytest.mark.parametrize("correctness", ["exact_integer"])
+@pytest.mark.parametrize("correctness", ["math", "exact_integer"])
 def test_cases(case, correctness):
     gold, correct, stated = (case["answer"][key] for key in ("gold", "correct", "confidence"))
     expected = pytest.approx(case["expect"]["squared_error"], abs=case["expect"]["tolerance"])
@@ -130,10 +129,12 @@ def test_the_verifier_of_the_answer_is_chosen_and_its_failures_stay_failures(tmp
             brier(written(answer), None, **own)
     with pytest.raises(InvalidItem, match="not an integer"):
         brier(written(), "four")
-    with pytest.raises(ConfigError, match=r"correctness: there is no 'exact_intege'.* did you mean 'exact_integer'"):
+    with pytest.raises(RewardError, match=r"correctness: there is no 'exact_intege'.* did you mean 'exact_integer'"):
         brier(written(), "4", correctness="exact_intege")
-    with pytest.raises(ConfigError, match=r"correctness_params\.lst"):
+    with pytest.raises(RewardError, match=r"correctness_params\.lst"):
         brier(written(), "4", correctness_params={"lst": True})
+    with pytest.raises(RewardError, match=r"^correctness_params\.relative=-1\.0 is negative"):
+        module.brier.prepare(correctness="numeric", correctness_params={"relative": -1.0}, grammar="rlcr", scale="paper")
     with pytest.raises(RewardError, match="is async; brier needs a plain function"):
         brier(written(), "4", correctness=f"{path}:later")
 

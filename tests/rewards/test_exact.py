@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rewards.contract import InvalidItem
+from rewards.contract import InvalidItem, RewardError
 from rewards.exact import exact, final_text, numeric
 
 pytestmark = pytest.mark.timeout(30)
@@ -167,8 +167,9 @@ def test_numeric_unusable_answer(answer):
 
 
 def test_a_negative_tolerance_is_refused():
-    with pytest.raises(ValueError, match=r"absolute=-1.* must not be negative"):
-        numeric("4", 4, absolute=-1.0)
+    for call in (lambda: numeric("4", 4, relative=-1.0), lambda: numeric.prepare(last=True, absolute=0.0, relative=-1.0)):
+        with pytest.raises(RewardError, match=r"^relative=-1.0 is negative"):
+            call()
 
 
 @pytest.mark.timeout(20)

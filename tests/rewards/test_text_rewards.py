@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from rewards.contract import Abstain, RewardError
+from configs.schema import RewardPart
+from rewards.contract import Abstain, RewardError, RewardItem, judge, prepare
 from rewards.text_rewards import format_reward, length, overlong, repetition_penalty
+from rewards.verifiers import load_verifier
 
 pytestmark = pytest.mark.timeout(30)
 CASES = [json.loads(line) for line in (Path(__file__).parents[1] / "cases" / "format.jsonl").read_text().splitlines()]
@@ -91,8 +93,6 @@ def test_a_pattern_matches_the_whole_completion():
     assert format_reward("\\boxed{4}. Bye", "", pattern=pattern).value == 0.0
     assert format_reward(GOOD, "", pattern=pattern).value == 0.0
     assert format_reward(GOOD, "", pattern=pattern).outcome == "wrong"
-    with pytest.raises(RewardError, match=r"pattern: '\(' is no regular expression: missing \)"):
-        format_reward("x", "", pattern="(")
 
 
 def test_a_search_without_end_is_the_completions_fault():
@@ -156,13 +156,21 @@ def test_a_count_that_is_missing():
     assert length("x", None, target=1, limit=2, unit="characters").value == 1.0
 
 
-def test_settings_without_sense():
-    with pytest.raises(RewardError, match="at_least <= target < limit, not 0, 2, 2"):
-        length("x", 1, target=2, limit=2)
-    with pytest.raises(RewardError, match="1 <= buffer <= limit, not 3, 2"):
-        overlong(1, limit=2, buffer=3)
-    with pytest.raises(RewardError, match="num_words=0"):
-        repetition_penalty("x", num_words=0)
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("length", {"target": 2, "limit": 2}, "limit=2: length needs 0 <= at_least <= target < limit; at_least=0, target=2"),
+        ("overlong", {"limit": 2, "buffer": 3}, "buffer=3: overlong needs 1 <= buffer <= limit, and limit=2"),
+        ("repetition", {"num_words": 0}, "num_words=0 is not a whole number of at least 1"),
+        ("format", {"pattern": "("}, r"pattern: '\(' is no regular expression: missing \)"),
+    ],
+)
+def test_settings_without_sense_are_refused_before_the_first_item(name, params, message):
+    verifier = load_verifier("mine", RewardPart(function=name, params=params))
+    with pytest.raises(RewardError, match=rf"^reward\.parts\.mine\.params\.{message}"):
+        prepare(verifier, "reward.parts.mine.params")
+    scores = judge(verifier, [RewardItem("", "x", None, "id", None, None, 7, {})], {}, lambda _: None)
+    assert [score.status for score in scores] == ["error"]
 
 
 @pytest.mark.parametrize(
