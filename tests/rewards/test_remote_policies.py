@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from configs.schema import RewardConfig, RewardPart
-from rewards.contract import RewardItem
+from rewards.contract import RewardError, RewardItem
 from rewards.pool import RewardPool
 
 pytestmark = pytest.mark.timeout(60)
@@ -96,6 +96,13 @@ def test_a_grader_that_fails_on_some_leaves_the_others_as_they_are(server):
     assert [one.value for one in scores] == [1.0, None, None, 0.0]
     assert "out of disk" in scores[1].detail
     assert "the grader's sandbox" in scores[2].detail
+
+
+def test_settings_that_can_not_work_are_refused_by_the_pool_with_their_key():
+    with pytest.raises(RewardError) as refused:
+        score("localhost:80")
+    words = "reward.parts.far.params.urls, address 1: wants an address such as http://localhost:8080/score"
+    assert str(refused.value) == words
 
 
 def test_judges_are_asked_at_once_in_one_process(serving, monkeypatch):
