@@ -258,7 +258,8 @@ class Lane:
                 continue
             if how is None and now < call.begun + timeout_s:
                 back.append(call)
-            elif len(call.tasks) > 1 or (how is not None and len(running) > 1):
+            elif len(call.tasks) > 1 or (len(running) > 1 and not (how is None and seat.heard > call.begun + timeout_s)):
+                # One of many is to blame; but where the process still spoke after its deadline, it is the call that would not end.
                 self._retry_alone(call, exclusive=True)
             elif how is None:
                 detail = f"{function}: was still running after {timeout_s:g} s and was killed"

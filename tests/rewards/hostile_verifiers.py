@@ -3,10 +3,12 @@
 import asyncio
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -94,6 +96,45 @@ def _fork_and_die(path):
     os._exit(7)
 
 
+def _escape_and_die(path):
+    """Leaves a child in a session of its own, an orphan in another, and one that becomes ever another process."""
+    program = f"import os, time; open({path!r}, 'a').write(str(os.getpid()) + chr(10)); time.sleep(3600)"
+    subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
+    orphan = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {program!r}], start_new_session=True)"
+    subprocess.run([sys.executable, "-c", orphan], check=True)
+    if os.fork() == 0:
+        os.setsid()
+        while os.fork() == 0:
+            _note(path)
+        os._exit(0)
+    while Path(path).read_text().count("\n") < 20:
+        time.sleep(0.01)
+    os._exit(3)
+
+
+def _many_forks(path):
+    for number in range(60):
+        if os.fork() == 0:
+            if number % 2:
+                os.setsid()
+            _note(path)
+            time.sleep(3600)
+    time.sleep(3600)
+
+
+_kept = []
+
+
+def _keep_memory(mib):
+    _kept.append(bytearray(int(mib) * 2**20))
+    return {"value": 1.0, "extracted": str(os.getpid())}
+
+
+def _cpu_limit(_):
+    room = resource.getrlimit(resource.RLIMIT_CPU)[0] - time.process_time()
+    return {"value": room, "extracted": str(os.getpid())}
+
+
 def _print(_):
     for _ in range(2000):
         print("x" * 1000)
@@ -130,6 +171,13 @@ def _unprintable(_):
     raise Unprintable
 
 
+def _burn(seconds):
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+    return 1.0
+
+
 ACTS = {
     "sleep": _sleep,
     "nap": _nap,
@@ -138,6 +186,14 @@ ACTS = {
     "family": _family,
     "fork_and_return": _fork_and_return,
     "fork_and_die": _fork_and_die,
+    "escape_and_die": _escape_and_die,
+    "many_forks": _many_forks,
+    "keep_memory": _keep_memory,
+    "cpu_limit": _cpu_limit,
+    "burn": lambda seconds: _burn(float(seconds)),
+    "pid": lambda _: {"value": 1.0, "extracted": str(os.getpid())},
+    "kill_group": lambda _: os.killpg(os.getpgrp(), signal.SIGKILL),
+    "kill_supervisor": lambda _: os.kill(os.getppid(), signal.SIGTERM) or time.sleep(3600),
     "print": _print,
     "print_for_ever": _print_for_ever,
     "allocate": _allocate,
@@ -179,3 +235,111 @@ def length(completion):
 
 def needs_more(completion, gold):
     return 1.0
+
+
+def seen(completion, answer, *, path: str):
+    """Notes every call, then obeys."""
+    with open(path, "a") as file:
+        file.write(f"{completion}\n")
+    return obey(completion, answer)
+
+
+def flaky(completion, *, path: str):
+    """``fails N KIND``: N times, then 1. Every call is noted with its process."""
+    with open(path, "a+") as file:
+        file.write(f"{completion}|{os.getpid()}\n")
+        file.seek(0)
+        num_calls = sum(line.startswith(f"{completion}|") for line in file)
+    _, num_failures, kind = completion.split()
+    if num_calls > int(num_failures):
+        return 1.0
+    if kind == "die":
+        os._exit(9)
+    if kind == "sleep":
+        time.sleep(3600)
+    raise {"error": ConnectionError, "timeout": TimeoutError, "invalid": InvalidItem, "abstain": Abstain}[kind](
+        f"call {num_calls}"
+    )
+
+
+BATCHES = {
+    "one": [1.0],
+    "two": [1.0, 0.0],
+    "scalar": 1.0,
+    "column": np.ones((3, 1)),
+    "row": np.array([1.0, 0.0, 0.5]),
+    "tuple": (1, True, np.float32(0.5)),
+    "mixed": [1.0, None, float("nan")],
+    "errors": [Abstain("not mine"), InvalidItem("no gold"), ConnectionError("away")],
+    "dict": {"value": 1.0},
+    "generator": (x for x in (1.0, 1.0, 1.0)),
+}
+
+
+def batch_returns(completions, *, what: str):
+    return BATCHES[what]
+
+
+def batch_obey(completions, answers):
+    """One result an item; tells how many came with it. Some completions spoil the whole call."""
+    for completion in completions:
+        if completion in ("sleep", "exit 3"):
+            obey(completion, "")
+        if completion == "raise":
+            raise ConnectionError("the whole call")
+    return [
+        {"value": float(c == a), "measures": {"batch": len(completions)}, "detail": "seen"}
+        for c, a in zip(completions, answers, strict=True)
+    ]
+
+
+def batch_everything(completions, prompts, answers, prompt_ids, nums_tokens, *, scale: float = 1.0):
+    rows = zip(completions, prompts, answers, prompt_ids, nums_tokens, strict=True)
+    return [{"value": scale, "extracted": "|".join(map(str, row)), "measures": {"batch": len(completions)}} for row in rows]
+
+
+_under_way = []
+
+
+async def remote(completion):
+    """``nap``, ``hang``, ``swallow`` (the cancellation), ``block`` (the loop), or whatever obey does; tells how many were under way."""
+    _under_way.append(completion)
+    at_once = len(_under_way)
+    try:
+        word, _, argument = completion.partition(" ")
+        if word == "nap":
+            await asyncio.sleep(float(argument))
+            at_once = max(at_once, len(_under_way))
+        elif word == "hang":
+            await asyncio.sleep(3600)
+        elif word == "swallow":
+            while True:
+                try:
+                    await asyncio.sleep(3600)
+                except asyncio.CancelledError:
+                    continue
+        elif word == "block":
+            await asyncio.sleep(0.3)
+            time.sleep(3600)
+        elif completion != "1":
+            obey(completion, "")
+        return {"value": 1.0, "measures": {"at_once": at_once}, "extracted": str(os.getpid())}
+    finally:
+        _under_way.remove(completion)
+
+
+async def remote_batch(completions):
+    if "hang" in completions:
+        await asyncio.sleep(3600)
+    return [{"value": 1.0, "measures": {"batch": len(completions)}} for _ in completions]
+
+
+def mixed_up(completion, answers):
+    return 1.0
+
+
+def evaluates(completion):
+    return {"value": float(eval(completion)), "detail": "evaluated"}
+
+
+evaluates.executes_answers = True

@@ -224,6 +224,72 @@ def test_a_fork_that_outlives_its_worker_delays_nothing(pool, tmp_path):
     assert gone(noted(tmp_path / "pids", 1))
 
 
+@pytest.mark.parametrize("act", ["escape_and_die", "many_forks"])
+def test_what_a_verifier_starts_in_sessions_of_its_own_dies_with_its_process(pool, tmp_path, act):
+    """Also when the process ends by itself, and when one of them becomes ever another process."""
+    notes = tmp_path / "pids"
+    (score,) = pool.score([item(f"{act} {notes}")])
+    assert score.status is (Status.ERROR if act == "escape_and_die" else Status.TIMEOUT)
+    count = len(noted(notes, 20))
+    assert gone(noted(notes, 20))
+    time.sleep(0.3)
+    assert len(noted(notes, 20)) == count  # and no more came
+    assert pool.score([item("1")])[0].value == 1.0
+
+
+def test_a_verifier_that_turns_on_its_group_or_its_supervisor_costs_its_item_only(pool):
+    scores = pool.score([item(c) for c in ("1", "kill_group", "1", "kill_supervisor", "1")])
+    assert [s.value for s in scores] == [1.0, None, 1.0, None, 1.0]
+    assert "was killed by SIGKILL" in scores[1].detail
+    assert scores[3].status is Status.ERROR
+
+
+def test_cpu_time_is_bounded_anew_for_each_call():
+    """The limit moves with the time already used; beyond it the status is that of a deadline."""
+    with make_pool(timeout_s=3.0, obey=part("obey")) as pool:
+        first, _, second, cut = pool.score([item("cpu_limit"), item("burn 1.5"), item("cpu_limit"), item("kill SIGXCPU")])
+        assert first.extracted == second.extracted
+        for score in (first, second):
+            assert 3.0 <= score.value <= 5.0  # whole seconds, and one for rounding
+        assert (cut.status, "CPU time" in cut.detail) == (Status.TIMEOUT, True)
+
+
+def test_a_process_is_replaced_after_its_share_of_items():
+    reward = RewardConfig(parts={"obey": part("obey")}, timeout_s=20.0, items_per_process=3)
+    with RewardPool(reward) as pool:
+        pids = [s.extracted for s in pool.score([item("pid")] * 8)]
+        assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [3, 3, 2]
+        assert (pool.health().num_recycled, pool.health().num_lost) == (2, 0)
+
+
+def test_a_process_that_keeps_half_of_its_memory_is_replaced_before_that_fails_an_item():
+    with make_pool(timeout_s=20.0, memory_gib=1.0, obey=part("obey")) as pool:
+        scores = pool.score([item("keep_memory 350")] * 5)
+        assert [s.value for s in scores] == [1.0] * 5
+        assert len({s.extracted for s in scores}) > 1
+        assert pool.health().num_recycled >= 1
+
+
+def test_nothing_waits_behind_a_stuck_item(tmp_path):
+    """999 items are judged while one hangs, though some were sent to its process with it."""
+    path = tmp_path / "seen"
+    with make_pool(num_workers=2, timeout_s=8.0, seen=part("seen", params={"path": str(path)})) as pool:
+        completions = [str(i) for i in range(1000)]
+        completions[137] = "sleep"
+        with ThreadPoolExecutor(1) as executor:
+            pending = executor.submit(pool.score, [item(c, c) for c in completions])
+            deadline = time.monotonic() + 7
+            while len(set(path.read_text().split("\n")) if path.exists() else ()) < 1001:  # with the empty one after the last
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            assert not pending.done()
+            assert pool.score([item("x", "x")] * 100)[99].value == 1.0
+            assert not pending.done()
+            scores = pending.result()
+    assert [s.value for s in scores] == [None if i == 137 else 1.0 for i in range(1000)]
+    assert scores[137].status is Status.TIMEOUT
+
+
 def test_memory_limit():
     with make_pool(timeout_s=20.0, memory_gib=1.0, obey=part("obey")) as pool:
         scores = pool.score([item("1"), item("allocate"), item("1")])
@@ -399,9 +465,10 @@ SCRIPT = textwrap.dedent("""
 """)
 
 
-@pytest.mark.parametrize("end", ["return", "stay"])
-def test_a_script_without_main_guard_that_forgets_to_close_or_is_killed(tmp_path, end):
-    """Workers end with their parent, be it at its normal end or by SIGKILL; a folder of the user's own name hides nothing."""
+@pytest.mark.parametrize(("act", "end"), [("hold_interpreter", "return"), ("hold_interpreter", "stay"), ("family", "stay")])
+def test_a_script_without_main_guard_that_forgets_to_close_or_is_killed(tmp_path, act, end):
+    """Workers end with their parent and all that they started, be it at its normal end or by SIGKILL; a folder of the user's own
+    name hides nothing."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     (tmp_path / "verifier.py").write_text(HOSTILE.read_text())
@@ -409,7 +476,7 @@ def test_a_script_without_main_guard_that_forgets_to_close_or_is_killed(tmp_path
         (tmp_path / "elsewhere" / package).mkdir(parents=True)
         (tmp_path / "elsewhere" / package / "__init__.py").write_text("raise RuntimeError('the wrong package')")
     parent = subprocess.Popen(
-        [sys.executable, "-P", script, "../verifier.py:obey", "hold_interpreter", end],
+        [sys.executable, "-P", script, "../verifier.py:obey", f"{act} {tmp_path / 'pids'}", end],
         cwd=tmp_path / "elsewhere",
         stdout=subprocess.PIPE,
         text=True,
@@ -418,6 +485,8 @@ def test_a_script_without_main_guard_that_forgets_to_close_or_is_killed(tmp_path
         assert parent.stdout.readline() == "main runs\n"
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 2
+        if act == "family":
+            pids += noted(tmp_path / "pids", 4)
         if end == "stay":
             assert all(lives(pid) for pid in pids)
             parent.kill()
