@@ -2,8 +2,8 @@ r"""Where the answer stands in a model's text. One extractor for training, evalu
 
 The rules, in order:
 
-1. The answer is sought after the last ``</think>``: what stands inside a reasoning part that was closed never counts. A text
-   without ``</think>`` is taken as a whole.
+1. Nothing inside a reasoning part counts: the answer is sought after the last ``</think>``. A ``<think>`` that is never closed, in
+   the completion or at the end of the prompt, hides all that follows it.
 2. The last closed ``\boxed{...}`` or ``\fbox{...}`` wins, wherever it stands; what a text says after it does not change it. Braces are
    balanced, ``\{`` is no brace. A box that is not closed, or is blank, is no box. Boxes are never joined.
 3. Only where a box is not required: the last ``<answer>...</answer>``, else the last line that begins with ``####``, else what follows
@@ -38,9 +38,9 @@ _NUMBER = re.compile(
 _EDGES = ' \t\r\n*_`"\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}'
 
 
-def find_answer(completion: str, *, require_box: bool) -> str | None:
+def find_answer(completion: str, *, require_box: bool, prompt: str = "") -> str | None:
     """The answer as written, without the marks around it (``73``, never ``**73**``), or None."""
-    text = completion.rpartition("</think>")[2]
+    text = _after_reasoning(completion, prompt)
     box = last_box(text)
     if box is not None or require_box:
         return box
@@ -79,6 +79,11 @@ def clean(text: str) -> str:
             text = text[:-1]
         if text == before:
             return text
+
+
+def _after_reasoning(completion: str, prompt: str) -> str:
+    _, closed, text = completion.rpartition("</think>")
+    return "" if not closed and prompt.rstrip().endswith("<think>") else text.partition("<think>")[0]
 
 
 def _unboxed(text: str) -> str | None:

@@ -216,6 +216,7 @@ def _by_library(connection: socket.socket, pred: str, gold: str, _: int) -> Foun
     module = sys.modules[_LIBRARY]
     try:
         theirs = module.formula(gold)
+        module.evaluate(theirs)
     except Unreadable:
         return Found.GOLD
     connection.sendall(b"ready\n")

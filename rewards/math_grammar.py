@@ -15,15 +15,16 @@ Readings of what is ambiguous:
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 from rewards.math_tokens import Token, Unreadable, tokens
 from rewards.math_units import CURRENCY, FACTORS, PERCENT, SEPARATORS, unit_at
 
-MAX_DEPTH = 60
+MAX_DEPTH = 150  # some 50 brackets inside each other
 
 
 class Node(NamedTuple):
@@ -244,6 +245,21 @@ def negative(node: Node) -> Node:
     return Node("mul", (MINUS_ONE, node))
 
 
+def _nested(method: Callable[[_Parser], Node]) -> Callable[[_Parser], Node]:
+    """Counts how deep such methods call each other, well before Python's own limit."""
+
+    @functools.wraps(method)
+    def counted(self: _Parser) -> Node:
+        if self.depth >= MAX_DEPTH:
+            raise Unreadable("nested too deep")
+        self.depth += 1
+        node = method(self)
+        self.depth -= 1
+        return node
+
+    return counted
+
+
 class _Parser:
     """Recursive descent; every method reads from ``position`` on and leaves it after what it read."""
 
@@ -294,10 +310,8 @@ class _Parser:
             any_read = True
         return any_read
 
+    @_nested
     def item(self) -> Node:
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise Unreadable("nested too deep")
         outer, self.unit = self.unit, None
         sides, operators = [self.side()], []
         while self.peek in _RELATIONS:
@@ -310,7 +324,6 @@ class _Parser:
         else:
             node = sides[0]
         self.unit = outer
-        self.depth -= 1
         return node
 
     def ratio(self, first: Node) -> Node:
@@ -368,9 +381,12 @@ class _Parser:
         return negative(term) if sign < 0 else term
 
     def term(self) -> Node:
-        factors = [self.factor()]
+        factors, num_nested = [self.factor()], 0
         while self.position < len(self.tokens):
             kind, text, _ = self.tokens[self.position]
+            num_nested += text in ("/", "%")
+            if num_nested > MAX_DEPTH:
+                raise Unreadable("divided too often")
             if text == "*":
                 self.position += 1
                 factors.append(self.signed_factor())
@@ -404,12 +420,12 @@ class _Parser:
         factor = self.factor()
         return negative(factor) if sign < 0 else factor
 
+    @_nested
     def factor(self) -> Node:
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise Unreadable("nested too deep")
-        node = self.mixed_number() or self.atom()
+        node, start = self.mixed_number() or self.atom(), self.position
         while self.position < len(self.tokens):
+            if self.position > start + MAX_DEPTH and node.kind not in ("sym", "pow"):
+                raise Unreadable("too many signs after a factor")
             if self.accept("^"):
                 node = self.raised(node)
             elif self.peek == "!":
@@ -429,7 +445,6 @@ class _Parser:
                 node = Node("sym", (node.args[0] + "'",))
             else:
                 break
-        self.depth -= 1
         return node
 
     def raised(self, node: Node) -> Node:
@@ -451,10 +466,13 @@ class _Parser:
         sign = 1
         while self.peek in ("-", "+"):
             sign *= -1 if self.take() == "-" else 1
-        exponent = self.argument()
-        if self.accept("^"):
-            exponent = self.raised(exponent)
+        exponent = self.exponent()
         return Node("pow", (node, negative(exponent) if sign < 0 else exponent))
+
+    @_nested
+    def exponent(self) -> Node:
+        exponent = self.argument()
+        return self.raised(exponent) if self.accept("^") else exponent
 
     def degrees(self, node: Node) -> Node:
         if self.peek in ("C", "F") or self.peek in ("Celsius", "Fahrenheit"):
@@ -512,6 +530,7 @@ class _Parser:
         self.expect("}")
         return items[0] if len(items) == 1 else Node("set", tuple(_flat(items)))
 
+    @_nested
     def atom(self) -> Node:
         if self.position >= len(self.tokens):
             raise Unreadable("something is missing at the end")
@@ -724,6 +743,7 @@ class _Parser:
         node = Node("call", (name, *arguments))
         return node if exponent is None else Node("pow", (node, exponent))
 
+    @_nested
     def bare_argument(self) -> Node:
         r"""``\sin 2x`` takes factors up to an operator or another function."""
         if self.peek in ("-", "+"):

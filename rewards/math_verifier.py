@@ -24,16 +24,18 @@ from rewards.contract import InvalidItem, Verdict
 from rewards.math_child import Found
 from rewards.math_exact import Exact, Undecided, same
 from rewards.math_grammar import Node, choice, labelled, plain_words, read
-from rewards.math_tokens import Unreadable, normalize
+from rewards.math_tokens import MAX_LENGTH, Unreadable, normalize
 from rollout.records import Outcome
 
 _INTEGER = re.compile(r"\s*(?P<sign>[+-]?)\s*(?P<digits>[0-9]++)\s*\.?\s*")
+_DIGITS = re.compile(r"[-+\N{MINUS SIGN}\d\s,.{}!\\~']*+")
 _LIMITS = {Found.TIME_LIMIT: Outcome.TIME_LIMIT, Found.MEMORY_LIMIT: Outcome.MEMORY_LIMIT}
 
 
 def math(
     completion: str,
     answer: Any,
+    prompt: str = "",
     *,
     require_box: bool = False,
     timeout_seconds: float = 5.0,
@@ -51,7 +53,7 @@ def math(
     Raises `InvalidItem` for a reference answer that can not be used.
     """
     gold = _reference(answer)
-    found = find_answer(completion, require_box=require_box)
+    found = find_answer(completion, require_box=require_box, prompt=prompt)
     if found is None:
         return Verdict(value=0.0, accuracy=0.0, outcome=Outcome.UNPARSED, extracted=None, measures={"symbolic": 0.0})
     symbolic = 0.0
@@ -105,6 +107,8 @@ def _without_symbols(found: str, gold: str, decimal_digits: int) -> bool | None:
     if mine is None or theirs is None:
         if plain_words(found) == plain_words(gold):
             return True
+        if max(len(found), len(gold)) > MAX_LENGTH:
+            return False
         # Only what is written as a formula is worth a second reader.
         return None if "\\" in gold or ("\\" in found and theirs is not None and theirs.kind != "text") else False
     try:
@@ -137,6 +141,8 @@ def _untexted(text: str) -> str:
 
 def _integer(text: str) -> str | None:
     """Digits without leading zeros, with the sign where negative, at any length."""
+    if len(text) > MAX_LENGTH and not _DIGITS.fullmatch(text):
+        return None
     match = _INTEGER.fullmatch(normalize(text))
     if match is None:
         return None
@@ -144,9 +150,15 @@ def _integer(text: str) -> str | None:
     return f"-{digits}" if match["sign"] == "-" and digits != "0" else digits
 
 
-@lru_cache(maxsize=4096)
 def _structure(text: str) -> Node | None:
+    return _read_cached(text) if len(text) < 500 else _read(text)  # so that the cache stays small
+
+
+def _read(text: str) -> Node | None:
     try:
         return read(text)
-    except Unreadable:
+    except (Unreadable, RecursionError):  # the second where the caller is deep already
         return None
+
+
+_read_cached = lru_cache(maxsize=4096)(_read)
