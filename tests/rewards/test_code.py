@@ -1,5 +1,6 @@
 """The code verifier, with real programs in the real sandbox at both rungs that protect."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -15,7 +16,6 @@ from configs.schema import RewardConfig, RewardPart
 from rewards.code_verifier import code
 from rewards.contract import InvalidItem, RewardError, RewardItem
 from rewards.pool import RewardPool
-from rewards.sandbox import available
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -45,16 +45,8 @@ def run(source, answer, rung="landlock", **options):
     return code(fenced(source), answer, **{"isolation": rung, "timeout_seconds": 8.0} | options)
 
 
-@pytest.fixture(scope="module", params=["namespaces", "landlock"])
-def rung(request):
-    missing = available()[request.param]
-    if missing:
-        pytest.skip(f"NO RUNG {request.param} HERE: {missing}")
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def handed(rung):
+@functools.cache
+def judge_cases(rung):
     """What became of every case, eight at a time in plain threads, and how long each took."""
 
     def judge(case):
@@ -67,6 +59,11 @@ def handed(rung):
 
     with ThreadPoolExecutor(8) as threads:
         return dict(zip(FAMILY, threads.map(judge, CASES), strict=True))
+
+
+@pytest.fixture
+def handed(rung):
+    return judge_cases(rung)
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case["id"] for case in CASES])
@@ -323,10 +320,14 @@ FORGERIES = {
     "a list equal to everything": "class L(list):\n    __eq__ = lambda s, o: True\ndef f(x):\n    return L([1])",
     "a result of its own": """
         import os
-        os.write(3, b'{"failed": "right", "detail": ""}\\n' * 3)
         def f(x):
             os.write(3, b'{"failed": "right", "detail": ""}\\n{"value": true}\\n')
             os._exit(0)
+    """,
+    "results before it was called": """
+        import os
+        os.write(3, b'loaded\\n' + b'{"failed": "right", "detail": ""}\\n' * 2)
+        os._exit(0)
     """,
     "outcomes of its own": """
         import os
@@ -470,7 +471,7 @@ def test_the_environment_of_the_parent_stays_outside(rung):
 
 def test_the_verifier_does_not_grow_with_what_programs_write(rung):
     jobs = [(FAMILY[f"B49-{i}"]["completion"], FAMILY[f"B49-{i}"]["answer"], {"isolation": rung}) for i in range(1, 5)]
-    big = "import sys\nsys.stdout.write('[' * 10**9)"
+    big = "import sys\nsys.stdout.write('[' * 2 * 10**8)"
     nested = "def f():\n    import os\n    os.write(3, b'{\"value\": ' + b'[' * 2**19 + b']' * 2**19 + b'}\\n')\n    os._exit(0)"
     wide = "def f():\n    return [[]] * 200_000"
     jobs += [(fenced(big), script(("", "x")), {"isolation": rung, "memory_limit_mb": 4096})]
