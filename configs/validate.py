@@ -129,6 +129,7 @@ def check_values(config: Config, *, combinations: bool = True) -> None:
         check(config)
     if combinations:
         check_combinations(config)
+        _check_routes(config)
 
 
 def _check_bounds(config: Config, bounded: str, low: float, inclusive: bool, high: float | None) -> None:
@@ -298,7 +299,7 @@ def _check_reward(config: Config) -> None:
     parts = config.reward.parts
     if not parts:
         raise ConfigError("reward.parts: is empty; reward=exact_integer works, or reward.parts.mine.function=FILE.py:FUNCTION")
-    if not any(part.accuracy for part in parts.values()):
+    if len(parts) > 1 and not any(part.accuracy for part in parts.values()):  # of one alone it counts in any case
         raise ConfigError(f"reward.parts: no part counts for accuracy; reward.parts.{next(iter(parts))}.accuracy=true works")
     if all(part.weight == 0 for part in parts.values()):
         raise ConfigError(f"reward.parts: every weight is 0; reward.parts.{next(iter(parts))}.weight=1 works")
@@ -341,6 +342,24 @@ def _check_gate(key: str, name: str, parts: Mapping[str, RewardPart]) -> None:
             f"{key}.needs={gated}: reward.parts.{gated} judges the sources {listed} alone, and this part others too; "
             f"{key}.sources=[{listed}] works"
         )
+
+
+def _check_routes(config: Config) -> None:
+    """Which part judges which source. Not for who scores lines of his own: their sources are no data of the run."""
+    parts, sources = config.reward.parts, config.data.sources
+    for name, part in parts.items():
+        for source in part.sources:
+            if source not in sources:
+                raise ConfigError(
+                    f"reward.parts.{name}.sources: there is no data.sources.{source}; there are {', '.join(sorted(sources))}"
+                    + did_you_mean(source, sources)
+                )
+    for name, source in sources.items():
+        routed = source.reward is not None or source.reward_column is not None
+        if not routed and not any(not part.sources or name in part.sources for part in parts.values()):
+            raise ConfigError(
+                f"data.sources.{name}: no reward part judges it; reward.parts.{next(iter(parts))}.sources=[] judges all sources"
+            )
 
 
 def _check_file(key: str, path: str) -> None:

@@ -70,8 +70,33 @@ COMBINATIONS = {
     ("model.embedded.max_digits=2",): ("model.embedded.digit_weights", [["model.embedded.digit_weights=[1.0, 1.0]"]]),
     ("~data.sources.arithmetic",): ("data.sources", [["data=jsonl", "data.sources.main.path=pyproject.toml"]]),
     ("~reward.parts.exact_integer",): ("reward.parts", [["reward.parts.mine.function=file.py:function"]]),
-    ("reward.parts.exact_integer.accuracy=false",): ("accuracy", [["reward.parts.exact_integer.accuracy=true"]]),
+    ("reward=[format,repetition]",): ("accuracy", [["reward.parts.format.accuracy=true"]]),
     ("reward.parts.exact_integer.weight=0",): ("weight", [["reward.parts.exact_integer.weight=1"]]),
+    ("reward.clip_min=2", "reward.clip_max=1"): ("reward.clip_max=1", [["reward.clip_min=1"]]),
+    ("reward.parts.exact_integer.clip_min=0", "reward.parts.exact_integer.clip_max=-1"): (
+        "reward.parts.exact_integer.clip_max=-1",
+        [["reward.parts.exact_integer.clip_min=-1"]],
+    ),
+    ("reward.parts.exact_integer.needs=frmat",): ("there is no reward.parts.frmat", [["reward.parts.exact_integer.needs=null"]]),
+    ("reward.parts.exact_integer.needs=a", "reward.parts.a.needs=exact_integer"): (
+        "exact_integer needs a needs exact_integer",
+        [["reward.parts.exact_integer.needs=null"]],
+    ),
+    ("reward.parts.exact_integer.needs=a", "reward.parts.a.sources=[arithmetic]"): (
+        "reward.parts.a judges the sources arithmetic alone",
+        [["reward.parts.exact_integer.sources=[arithmetic]"]],
+    ),
+    ("reward.parts.exact_integer.confined=true",): ("num_processes", [["reward.parts.exact_integer.num_processes=1"]]),
+    ("reward.parts.exact_integer.concurrency=4",): ("num_processes", [["reward.parts.exact_integer.num_processes=1"]]),
+    ("reward.parts.exact_integer.memory_gib=1",): ("num_processes", [["reward.parts.exact_integer.num_processes=1"]]),
+    ("reward.parts.exact_integer.sources=[arithmetics]",): (
+        "did you mean 'arithmetic'",
+        [["reward.parts.exact_integer.sources=[arithmetic]"]],
+    ),
+    ("reward.parts.exact_integer.sources=[b]", "data.sources.b.kind=arithmetic"): (
+        "data.sources.arithmetic: no reward part judges it",
+        [["reward.parts.exact_integer.sources=[]"]],
+    ),
     ("data.sources.arithmetic.reward=exact_intege",): ("'exact_integer'", [["data.sources.arithmetic.reward=exact_integer"]]),
 }
 
@@ -85,6 +110,15 @@ def test_a_combination_is_refused_with_a_value_that_works(wrong: tuple[str, ...]
     for cure in cures:
         keys = [o for o in wrong if not (o.startswith("~data") and "data=jsonl" in cure)]
         load_config([*keys, *cure])  # as on a command line: what comes later wins
+
+
+def test_bounds_and_policies_of_a_part_name_it():
+    key = "reward.parts.exact_integer"
+    assert error_of(f"{key}.batch_size=0") == f"{key}.batch_size: 0 must be 1 or more"
+    assert error_of(f"{key}.timeout_s=0") == f"{key}.timeout_s: 0.0 must be above 0"
+    assert error_of(f"{key}.on_error=drop_grup").startswith(f"{key}.on_error: 'drop_grup' is none of drop_sample, drop_group,")
+    assert error_of(f"{key}.on_error=drop_grup").endswith("did you mean 'drop_group'?")
+    assert load_config([f"{key}.on_timeout='retry(2, zero)'"]).reward.parts["exact_integer"].on_timeout == "retry(2, zero)"
 
 
 def test_the_proposed_batch_is_in_the_message():

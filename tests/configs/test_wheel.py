@@ -26,11 +26,9 @@ needs = {"jsonl": ["data.sources.main.path=p.jsonl"], "parquet": ["data.sources.
          "replay": ["rollout.source_run=run"], "http": ["reward.parts.http.params.urls=http://localhost/score"],
          "judge": ["reward.parts.judge.params.base_url=http://localhost/v1", "reward.parts.judge.params.model=m"],
          "reward_model": ["reward.parts.reward_model.params.path=folder"]}
-of_form_alone = {"format", "length", "overlong", "repetition"}  # beside one that says whether an answer is right
 for group, names in configs.compose.shipped_files().items():
     for name in names:
-        picked = f"[exact_integer,{name}]" if group == "reward" and name in of_form_alone else name
-        configs.compose.load_config([f"{group}={picked}", *needs.get(name, needs.get(f"{group}/{name}", []))])
+        configs.compose.load_config([f"{group}={name}", *needs.get(name, needs.get(f"{group}/{name}", []))])
         print(f"{group}/{name}.yaml")
 assert not {"torch", "ray", "vllm", "deepspeed"} & set(sys.modules)
 """
