@@ -7,7 +7,7 @@ from collections import deque
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from rewards.contract import InvalidItem, Verdict
+from rewards.contract import InvalidItem, RewardError, Verdict
 from rewards.exact import final_text
 from rollout.records import Outcome
 
@@ -36,6 +36,14 @@ def choice(completion: str, answer: Any, *, choices: str = "ABCDEFGHIJ") -> Verd
     outcome = Outcome.UNPARSED if found is None else Outcome.RIGHT if found == gold[1].upper() else Outcome.WRONG
     right = float(outcome is Outcome.RIGHT)
     return Verdict(value=right, accuracy=right, outcome=outcome, extracted=found)
+
+
+def _prepare(*, choices: str) -> None:
+    if not re.fullmatch("[A-Za-z0-9]+", choices):
+        raise RewardError(f"choices={choices!r}: name the letters in one word, such as ABCD")
+
+
+choice.prepare = _prepare  # type: ignore[attr-defined]
 
 
 class _Kinds(NamedTuple):

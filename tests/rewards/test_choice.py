@@ -3,7 +3,7 @@
 import pytest
 
 from rewards.choice import choice
-from rewards.contract import InvalidItem
+from rewards.contract import InvalidItem, RewardError
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -78,6 +78,13 @@ def test_the_choices_bound_the_letters():
     assert choice("(E)", "A", choices="ABCD").outcome == "unparsed"
     assert choice("(E)", "E").outcome == "right"
     assert choice("Answer: (c)", "(C)", choices="ABCD").outcome == "right"
+
+
+@pytest.mark.parametrize("choices", ["", "A,B", "A B", "[A-D]"])
+def test_choices_that_are_no_letters_are_refused(choices):
+    with pytest.raises(RewardError, match="^choices="):
+        choice.prepare(choices=choices)
+    choice.prepare(choices="ABCD")
 
 
 @pytest.mark.parametrize("answer", ["K", "", "AB", "Paris", 2, None, ["A"]])
