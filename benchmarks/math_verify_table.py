@@ -110,7 +110,7 @@ def draw(strategy: SearchStrategy[Any]) -> list[Any]:
 def drawn() -> list[Case]:
     """The examples of the kinds: each gold with the other notation, which is right, and with its neighbour, which is not."""
     tests = runpy.run_path(str(KINDS))
-    cases = []
+    cases: list[Case] = []
     for kind, strategy in (tests["EXACT"] | tests["SYMBOLIC"]).items():
         for number, (gold, *pair) in enumerate(draw(strategy)):
             for expect, written in zip((1.0, 0.0), pair, strict=True):

@@ -5,13 +5,13 @@ import time
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from rewards.math_verifier import math
 
 from rewards.contract import InvalidItem, Verdict
+from rewards.math_verifier import math
 
 pytestmark = pytest.mark.timeout(60)
 
-STEADY = settings(derandomize=True, deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
+STEADY = settings(derandomize=True, deadline=None, max_examples=50, suppress_health_check=list(HealthCheck))
 VALUES = [
     ("137", "137", "138"),
     ("-5", "-5", "5"),
@@ -119,7 +119,7 @@ def test_the_last_box_counts(last, earlier):
     assert value(completion, gold) == 1.0
     assert value(completion, another) == 0.0
     assert value(f"<think>{boxes}</think>\nIt is \\boxed{{{written}}}.", gold) == 1.0
-    assert value(f"<think>{boxes}", gold) == value(rf"\boxed{{{earlier[-1][0]}}}", gold)
+    assert value(f"<think>{completion}", gold) == 0.0  # thinking that never ends hides what it holds
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ MONSTERS = {
     "repeated fraction command": r"\frac" * 10**5,
     "many boxes": r"\boxed{" * 10**4 + "1" + "}" * 10**4,
 }
-TIMEOUT_S = 0.5
+TIMEOUT_S = 0.25
 AFTER_S = 5.0  # the cases allow this much beyond the timeout
 
 
