@@ -82,7 +82,7 @@ def test_the_choices_bound_the_letters():
 
 @pytest.mark.parametrize("choices", ["", "A,B", "A B", "[A-D]"])
 def test_choices_that_are_no_letters_are_refused(choices):
-    with pytest.raises(RewardError, match="^choices="):
+    with pytest.raises(RewardError, match=r"^choices="):
         choice.prepare(choices=choices)
     choice.prepare(choices="ABCD")
 
