@@ -1,6 +1,11 @@
-"""What every test shares: one thread a process, and no request to a hub. Set before torch or a tokenizer is imported."""
+"""What every test shares: one thread a process, no request to a hub (set before torch or a tokenizer is imported); and the rungs of the
+sandbox."""
 
 import os
+
+import pytest
+
+from rewards.sandbox import Rung, available
 
 for name, value in {
     "OMP_NUM_THREADS": "1",  # two cores are shared by engine, learner and driver; libgomp's barriers spin
@@ -10,3 +15,15 @@ for name, value in {
     "HF_DATASETS_OFFLINE": "1",
 }.items():
     os.environ.setdefault(name, value)
+
+
+@pytest.fixture(params=["namespaces", "landlock"])
+def rung(request):
+    """A sandbox's tests run at each rung that protects; a rung that this machine lacks is not passed over in silence."""
+    reason = available()[Rung(request.param)]
+    if reason:
+        message = f"the sandbox '{request.param}' is not tested here: {reason}"
+        if os.environ.get("CI") == "true" and not os.environ.get("LIMEN_ALLOW_SKIPS"):
+            pytest.fail(f"{message}. LIMEN_ALLOW_SKIPS=1 allows it")
+        pytest.skip(message)
+    return Rung(request.param)

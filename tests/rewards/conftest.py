@@ -1,14 +1,11 @@
-"""Shared by the tests of rewards: a real HTTP server on loopback whose behaviour a test scripts, and the rungs of the sandbox."""
+"""Shared by the tests of rewards: a real HTTP server on loopback whose behaviour a test scripts."""
 
 import contextlib
 import json
-import os
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-
-from rewards.sandbox import Rung, available
 
 
 class Scripted(ThreadingHTTPServer):
@@ -70,15 +67,3 @@ def _serving(script):
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-@pytest.fixture(params=["namespaces", "landlock"])
-def rung(request):
-    """A sandbox's tests run at each rung that protects; a rung that this machine lacks is not passed over in silence."""
-    reason = available()[Rung(request.param)]
-    if reason:
-        message = f"the sandbox '{request.param}' is not tested here: {reason}"
-        if os.environ.get("CI") == "true" and not os.environ.get("LIMEN_ALLOW_SKIPS"):
-            pytest.fail(f"{message}. LIMEN_ALLOW_SKIPS=1 allows it")
-        pytest.skip(message)
-    return Rung(request.param)
