@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 from configs.errors import ConfigError
-from configs.schema import Aggregation, Config, KlFilter, KlKind, KlPlace, KlRatio, Reference
+from configs.schema import Aggregation, Combine, Config, KlFilter, KlKind, KlPlace, KlRatio, Reference
 
 GROUP_RELATIVE = {"grpo", "dr_grpo", "rloo", "mad", "batch_norm", "gdpo", "reinforce_pp_baseline"}
 PER_TOKEN = {"reinforce_pp", "reinforce_pp_baseline"}
@@ -205,5 +205,11 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c, facts: c.advantage.name == "gdpo" and _with_kl(c, facts) and c.algorithm.kl.place is KlPlace.reward,
         "it normalises each reward part alone, and KL in the reward belongs to none",
         "algorithm.kl.place=loss works, or advantage=grpo",
+    ),
+    Refusal(
+        ("advantage.name", "reward.combine"),
+        lambda c, _: c.advantage.name == "gdpo" and c.reward.combine is not Combine.sum,
+        "it adds up the parts' own advantages by their weights, as the sum does the values",
+        "reward.combine=sum works, or advantage=grpo",
     ),
 )

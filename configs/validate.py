@@ -348,11 +348,11 @@ def _check_routes(config: Config) -> None:
     """Which part judges which source. Not for who scores lines of his own: their sources are no data of the run."""
     parts, sources = config.reward.parts, config.data.sources
     for name, part in parts.items():
-        for source in part.sources:
-            if source not in sources:
+        for judged in part.sources:
+            if judged not in sources:
                 raise ConfigError(
-                    f"reward.parts.{name}.sources: there is no data.sources.{source}; there are {', '.join(sorted(sources))}"
-                    + did_you_mean(source, sources)
+                    f"reward.parts.{name}.sources: there is no data.sources.{judged}; there are {', '.join(sorted(sources))}"
+                    + did_you_mean(judged, sources)
                 )
     for name, source in sources.items():
         routed = source.reward is not None or source.reward_column is not None

@@ -47,6 +47,7 @@ CASES: dict[int, tuple[list[str], list[list[str]]]] = {
     ),
     15: (["algorithm.adaptive_entropy.target=0.3", "algorithm.entropy_beta=0.02"], [["algorithm.entropy_beta=0"]]),
     16: (["advantage=gdpo", "algorithm.kl.place=reward"], [["algorithm.kl.place=loss"], ["advantage=grpo"]]),
+    17: (["advantage=gdpo", "reward.combine=min"], [["reward.combine=sum"], ["advantage=grpo"]]),
 }
 
 
