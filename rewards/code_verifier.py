@@ -80,11 +80,7 @@ def code(
     Raises `InvalidItem` for an answer without readable tests, `RewardError` for a setting or a rung that is not to be had.
     """
     tests = read_answer(answer)
-    if not timeout_seconds > 0 or not (test_timeout_seconds is None or test_timeout_seconds > 0):
-        raise RewardError("timeout_seconds and test_timeout_seconds must be above 0")
-    if memory_limit_mb < _MIN_MEMORY_MB or not 0 <= tolerance < math.inf:
-        raise RewardError(f"memory_limit_mb must be at least {_MIN_MEMORY_MB}, tolerance a number from 0")
-    rung = choose(isolation)
+    rung = _check_settings(timeout_seconds, test_timeout_seconds, memory_limit_mb, isolation, tolerance)
     deadline = time.monotonic() + timeout_seconds
     found = find_program(completion, tests.function)
     if found is None:
@@ -108,6 +104,29 @@ def code(
         measures={"num_tests": len(tests.tests), "num_passed": num_passed, "rung": _RUNG_NUMBERS[rung]},
         detail=detail,
     )
+
+
+def _check_settings(
+    timeout_seconds: float,
+    test_timeout_seconds: float | None,
+    memory_limit_mb: int,
+    isolation: Literal["auto", "namespaces", "landlock", "rlimits"],
+    tolerance: float,
+) -> Rung:
+    """The sandbox's rung. Raises `RewardError` for one that is not to be had, and for other settings that can not work."""
+    if not timeout_seconds > 0 or not (test_timeout_seconds is None or test_timeout_seconds > 0):
+        raise RewardError("timeout_seconds and test_timeout_seconds must be above 0")
+    if memory_limit_mb < _MIN_MEMORY_MB or not 0 <= tolerance < math.inf:
+        raise RewardError(f"memory_limit_mb must be at least {_MIN_MEMORY_MB}, tolerance a number from 0")
+    return choose(isolation)
+
+
+def _prepare(*, partial: bool, **settings: Any) -> None:
+    """A rung that is missing is refused when a process starts, not once a sample."""
+    _check_settings(**settings)
+
+
+code.prepare = _prepare  # type: ignore[attr-defined]
 
 
 def _take(results: Iterator[_Result], num_tests: int, partial: bool) -> list[_Result]:
