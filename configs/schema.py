@@ -437,6 +437,9 @@ class DeadlinesConfig:
     evaluate_s: float = knob(1800.0, "one evaluation")
     checkpoint_s: float = knob(600.0, "one checkpoint")
     close_s: float = knob(30.0, "an actor to end")
+    heartbeat_s: float = knob(
+        60.0, "an actor to give a sign of life: a silent rollout worker is replaced, a process that is stopped (SIGSTOP) is ended"
+    )
 
 
 @dataclass
@@ -472,6 +475,7 @@ class LogConfig:
     tensorboard: bool = knob(True, "write TensorBoard files")
     samples_mib: float = knob(16.0, "byte budget of the sample files of a run, in MiB")
     samples_per_step: int = knob(8, "completions written a step, stratified by stratum and accuracy")
+    heartbeat_every_s: float = knob(30.0, "seconds from one heartbeat in events.jsonl to the next, which tells step, stage, waits and processes")
 
 
 @dataclass

@@ -117,6 +117,7 @@ _BOUNDS: dict[str, tuple[float, bool, float | None]] = {
     "plan.bandwidth_gb_per_s": _ABOVE_0,
     "log.samples_mib": _FROM_0,
     "log.samples_per_step": _FROM_0,
+    "log.heartbeat_every_s": _ABOVE_0,
 } | {key: _ABOVE_0 for key, _ in schema_keys(Config) if key.startswith("deadlines.")}
 
 

@@ -27,6 +27,7 @@ from rewards.pool import RewardPool
 from rewards.sandbox import choose
 from rollout.engine import Engine, EngineError, GroupRequest, Health, SleepReport, SwapReport, TokenScores, Wake
 from rollout.records import Group, GroupMeta, Score, ScoredGroup, Visit, describe_group
+from rollout.stack_signal import listen
 from rollout.transports import Parcel, make_receiver
 from rollout.weights import Manifest
 
@@ -48,6 +49,7 @@ class RolloutActor:
 
     def __init__(self, module: str, spec: dict[str, Any], transport: str = "local") -> None:
         """``module`` holds EngineSpec and make_engine; ``spec`` are the fields of the former."""
+        listen()
         self._receiver = make_receiver(transport, spec["name"])
         self._engine: Engine = resolve_name(f"{module}:make_engine")(resolve_name(f"{module}:EngineSpec")(**spec))
         self._closed = threading.Event()
@@ -104,6 +106,7 @@ class LearnerActor:
     """One learner rank."""
 
     def __init__(self, rank: int, world_size: int) -> None:
+        listen()
         self._rank, self._world_size = rank, world_size
         self._learner: Any = None
 
@@ -204,6 +207,7 @@ class RewardActor:
     """The reward pool of one node. Text is scored where it lies: the parcel is fetched here, only scores travel."""
 
     def __init__(self, reward: RewardConfig) -> None:
+        listen()
         self._pool = RewardPool(reward)
 
     def facts(self) -> dict[str, Any]:

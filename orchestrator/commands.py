@@ -143,7 +143,15 @@ def evaluate_model(config: Config) -> int:
             raise DataError(
                 "data.held_out_per_stratum: no prompt is held out, at most a fifth of a stratum is; there is nothing to ask"
             )
-        result = await evaluate(fleet, scorer, held_out, num_samples=config.evaluation.num_samples, version=0)
+        result = await evaluate(
+            fleet,
+            scorer,
+            held_out,
+            Waits(),
+            num_samples=config.evaluation.num_samples,
+            version=0,
+            deadline_s=config.deadlines.evaluate_s,
+        )
         for line in evaluation_lines(config.checkpoint_dir or config.model.path, None, result):
             print(line)
         return 0
@@ -179,22 +187,19 @@ def _with_engine(config: Config, ask: Callable[[RayFleet, RayScorer, Material], 
 
     async def run() -> int:
         waits, deadlines = Waits(), config.deadlines
-        actors: list[Any] = []
         interrupt = Interrupt(lambda: False, print)
 
         def replace_pool(node: str, reason: str) -> Any:
             print(f"warning: the reward pool of node {node} was lost and is made anew ({reason})")
-            actors.append(launcher.reward_pool(node))
-            return actors[-1]
+            return launcher.reward_pool(node)
 
         try:
             await launcher.reserve(with_ranks=False)
             workers = [launcher.rollout_worker(i, model_path=model_path) for i in range(config.rollout.num_workers)]
             pools = launcher.rewards()
-            actors += [*(worker.actor for worker in workers), *pools.values()]
-            started = asyncio.gather(*(actor.facts.remote() for actor in actors))
+            started = asyncio.gather(*(actor.facts.remote() for actor in launcher.actors.values()))
             await waits.wait(started, owner="actors", name="start", deadline_s=deadlines.start_s)
-            fleet = RayFleet(workers, request_maker(config, stuff))
+            fleet = RayFleet(workers, request_maker(config, stuff), waits, deadlines.heartbeat_s)
             answer = ask(fleet, RayScorer(pools, launcher.nodes, stuff.by_id, replace_pool), stuff)
             try:
                 return await waits.wait(answer, owner="rollout workers", name="completions", deadline_s=deadlines.evaluate_s)
@@ -208,7 +213,7 @@ def _with_engine(config: Config, ask: Callable[[RayFleet, RayScorer, Material], 
             raise RunStopped(one_line(error)) from error
         finally:
             interrupt.end_has_begun()
-            await close_actors(actors, waits, deadlines.close_s)
+            await close_actors(launcher.actors, waits, deadlines.close_s)
 
     ray_cluster = cluster.start_cluster(config.cluster, cluster.Demand.of(config, gpu=stuff.num_gpus > 0))
     try:

@@ -16,6 +16,7 @@ from orchestrator.fleet import RayFleet
 from orchestrator.handles import Scorer
 from orchestrator.metrics import pass_at_k
 from orchestrator.stages import Scored
+from orchestrator.waits import Waits
 from rollout.records import Prompt, Purpose, Status, Visit
 
 
@@ -66,15 +67,27 @@ def choose_prompts(held_out: Sequence[Prompt], config: EvaluationConfig) -> list
 
 
 async def evaluate(
-    fleet: RayFleet, scorer: Scorer, prompts: Mapping[str, Prompt], *, num_samples: int, version: int
+    fleet: RayFleet,
+    scorer: Scorer,
+    prompts: Mapping[str, Prompt],
+    waits: Waits,
+    *,
+    num_samples: int,
+    version: int,
+    deadline_s: float,
 ) -> Evaluation:
-    """Samples ``num_samples`` completions of every prompt and scores them. No push may happen meanwhile."""
+    """Samples ``num_samples`` completions of every prompt and scores them, each within ``deadline_s``. No push may happen meanwhile."""
     visits = [Visit(prompt_id, 0, Purpose.EVAL) for prompt_id in prompts]
-    finished = await fleet.evaluate(visits)
+    finished = await waits.wait(
+        fleet.evaluate(visits), owner="rollout workers", name="completions of the evaluation", deadline_s=deadline_s
+    )
     versions = {(item.meta.min_version, item.meta.max_version) for item in finished}
     if versions != {(version, version)}:
         raise RuntimeError(f"an evaluation of version {version} got tokens of versions {sorted(versions)}")
-    return summarize(await scorer.score(finished), prompts, num_samples=num_samples, version=version)
+    scored = await waits.wait(
+        scorer.score(finished), owner="reward pool", name="scores of the evaluation", deadline_s=deadline_s
+    )
+    return summarize(scored, prompts, num_samples=num_samples, version=version)
 
 
 def summarize(scored: Sequence[Scored], prompts: Mapping[str, Prompt], *, num_samples: int, version: int) -> Evaluation:

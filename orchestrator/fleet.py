@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from ray.exceptions import RayActorError, RayError
 from orchestrator.errors import RunStopped
 from orchestrator.handles import Lost
 from orchestrator.stages import Address, Finished, Scored
+from orchestrator.waits import DeadlinePassed, Waits
 from rollout.engine import EngineError, GroupRequest
 from rollout.records import Consequence, Prompt, Purpose, Score, Visit
 
@@ -39,12 +39,17 @@ class RayFleet:
         self,
         workers: Sequence[Worker],
         request: Callable[[Visit], GroupRequest],
+        waits: Waits,
+        answer_s: float,
     ) -> None:
+        """``answer_s``: a worker may take so long to take visits, or to drop them."""
         self.workers = list(workers)
         self.on_lost: Callable[[Worker, str], None] | None = (
             None  # told of a worker whose stream ended; without it that ends the run
         )
+        self.on_silent: Callable[[Worker, str], None] | None = None  # told of one that passed ``answer_s``; likewise
         self._request = request
+        self._waits, self._answer_s = waits, answer_s
         self._outstanding: dict[str, set[Visit]] = {worker.name: set() for worker in workers}
         self._waiting: list[Visit] = []  # submitted while there was no worker
         self._order = asyncio.Lock()  # an actor's threads keep no order: a cancel must not overtake the submission it cancels
@@ -78,7 +83,7 @@ class RayFleet:
         visits = self._outstanding[worker.name]
         self._outstanding[worker.name] = set()
         async with self._order:
-            await _unless_gone(worker.actor.cancel.remote(list(visits)))
+            await self._answer(worker, worker.actor.cancel.remote(list(visits)), "dropping visits")
         for items in [self._finished.get_nowait() for _ in range(self._finished.qsize())]:
             if items[0].meta.worker == worker.name:
                 visits |= {item.meta.visit for item in items}
@@ -96,6 +101,11 @@ class RayFleet:
             stream.cancel()
         self._failed.cancel()
 
+    def depths(self) -> dict[str, Any]:
+        """What each worker has outstanding, what waits for a worker, and parcels that nobody has taken yet."""
+        outstanding = {name: len(visits) for name, visits in self._outstanding.items() if visits}
+        return {"outstanding": outstanding, "waiting": len(self._waiting), "finished": self._finished.qsize()}
+
     # ---- visits -----------------------------------------------------------------------------------------------------
 
     async def submit(self, visits: Sequence[Visit]) -> None:
@@ -111,7 +121,19 @@ class RayFleet:
             worker = min(self.workers, key=lambda worker: len(self._outstanding[worker.name]))
             self._outstanding[worker.name].add(visit)
             requests[worker.name].append(self._request(visit))
-        await asyncio.gather(*(_unless_gone(w.actor.submit.remote(requests[w.name])) for w in self.workers if requests[w.name]))
+        asked = [worker for worker in self.workers if requests[worker.name]]
+        await asyncio.gather(*(self._answer(w, w.actor.submit.remote(requests[w.name]), "taking visits") for w in asked))
+
+    async def _answer(self, worker: Worker, answer: Awaitable[Any], name: str) -> None:
+        """Awaits a worker's answer. One that is gone does not matter here: its stream ends too, and its visits come back from there."""
+        try:
+            await self._waits.wait(answer, owner=worker.name, name=name, deadline_s=self._answer_s)
+        except (RayActorError, EngineError):
+            pass
+        except DeadlinePassed as error:
+            if self.on_silent is None:
+                raise
+            self.on_silent(worker, str(error))
 
     async def next_finished(self) -> list[Finished]:
         return await self.or_failure(asyncio.create_task(self._finished.get()))
@@ -148,7 +170,7 @@ class RayFleet:
                 mine = self._outstanding[worker.name] & dropped
                 if mine:
                     self._outstanding[worker.name] -= mine
-                    await _unless_gone(worker.actor.cancel.remote(list(mine)))
+                    await self._answer(worker, worker.actor.cancel.remote(list(mine)), "dropping visits")
 
     async def cancel_all(self) -> None:
         """Stops everything that any worker is asked for."""
@@ -202,12 +224,6 @@ class RayFleet:
                 self._finished.put_nowait(training)
 
 
-async def _unless_gone(answer: Awaitable[Any]) -> None:
-    """Awaits a worker's answer. One that is gone does not matter here: its stream ends too, and its visits come back from there."""
-    with contextlib.suppress(RayActorError, EngineError):
-        await answer
-
-
 def words(error: BaseException) -> str:
     """A worker's own message, without the remote traceback that Ray wraps round it."""
     cause = getattr(error, "cause", None) or error
@@ -231,6 +247,7 @@ class RayScorer:
         self._prompts = prompts
         self._replace = replace
         self._num_lost: dict[str, int] = {}
+        self.num_asked = 0  # parcels that wait for their scores
 
     @property
     def num_lost(self) -> int:
@@ -255,7 +272,11 @@ class RayScorer:
         for item in items:
             prompt = self._prompts[item.meta.visit.prompt_id]
             questions.append((item.address.place, prompt.text, prompt.answer, prompt.reward, prompt.source))
-        scores = await self._ask(self._node(items[0].meta.worker), parcel, questions)
+        self.num_asked += 1
+        try:
+            scores = await self._ask(self._node(items[0].meta.worker), parcel, questions)
+        finally:
+            self.num_asked -= 1
         for item, of_group in zip(items, scores, strict=True):
             _stop_where_told(item.meta.visit, of_group)
         return [Scored(item.meta, item.address, score) for item, score in zip(items, scores, strict=True)]

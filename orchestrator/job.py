@@ -46,6 +46,7 @@ from orchestrator.shared_folder import prove_shared
 from orchestrator.stages import Batch, Finished, LoopState, Scored, StepOutcome
 from orchestrator.turns import Turns, widened
 from orchestrator.waits import DeadlinePassed, LoopLag, Waits
+from orchestrator.watchdog import Pulse, Watchdog
 from orchestrator.workers import Crew
 from rollout.records import Purpose, Score, sampling_seed
 from rollout.sources import DataError
@@ -91,6 +92,18 @@ class Job:
         self._recorder = Recorder(
             folder, config.log, stuff.by_id, incarnation=self._incarnation, record=config.rollout.record, seed=config.seed
         )
+        self._watchdog = Watchdog(
+            folder,
+            self._waits,
+            self.event,
+            Pulse(
+                every_s=config.log.heartbeat_every_s,
+                limit_s=config.deadlines.heartbeat_s,
+                actors=self._named_actors,
+                depths=self._depths,
+                last_events=self._recorder.last_events,
+            ),
+        )
         self._held_out = {prompt.id: prompt for prompt in choose_prompts(stuff.prompts.held_out, config.evaluation)}
         self._seconds: dict[str, float] = defaultdict(float)
         self._saved_step: int | None = resumed.step if resumed else None
@@ -114,7 +127,8 @@ class Job:
 
     async def start(self) -> None:
         """Actors, weights, the first push and its proof."""
-        self.view.stage("starting actors")
+        self._watchdog.start()
+        self._enter("starting actors")
         self.view.line(f"starting the actors and their models (deadline {self.config.deadlines.start_s:g} s)")
         config, started = self.config, time.monotonic()
         record = self._material.record
@@ -145,7 +159,7 @@ class Job:
                 f"warning: Ray runs {len(slow)} of {len(facts)} actors at a lower priority (nice > 0): any other process slows them "
                 "many times over; start the cluster with RAY_worker_niceness=0 in its environment"
             )
-        self.view.stage("first push")
+        self._enter("first push")
         if not record:
             await self._start_wait(self._crew.start(workers), "rollout workers", "start")
         await self._start_wait(self._pusher.push(self._version), "push", f"version {self._version}")
@@ -156,7 +170,7 @@ class Job:
         levels = isolation_levels(self.config.reward) if pools else {}
         if levels:
             asked = asyncio.gather(*(pool.isolation.remote(levels) for pool in pools.values()))
-            rungs = dict(zip(pools, await self._start_wait(asked, "reward pools", "isolation"), strict=True))
+            rungs = dict(zip(pools, await self._start_wait(asked, "reward pool", "isolation"), strict=True))
             self.event("isolation", nodes=rungs)
             for line in sorted(
                 {f"isolation of reward.parts.{part}: {rung}" for of in rungs.values() for part, rung in of.items()}
@@ -170,7 +184,8 @@ class Job:
             self._scorer: Scorer = ReplayScorer(self._fleet)
             self._pusher: Any = ReplayPusher(self._learner, self._fleet)
         else:
-            self._fleet = RayFleet([], material.request_maker(config, self._material))
+            make_request = material.request_maker(config, self._material)
+            self._fleet = RayFleet([], make_request, self._waits, config.deadlines.heartbeat_s)
             self._rewards = RayScorer(pools, self._launcher.nodes, self._material.by_id, self._replace_pool)
             self._scorer = self._rewards
             self._make_pusher()
@@ -215,7 +230,9 @@ class Job:
             self._crew.close()
         if hasattr(self, "_fleet"):
             self._fleet.close()
-        await close_actors(self._actors, self._waits, self.config.deadlines.close_s)
+        self._enter("closing")
+        await close_actors(self._named_actors(), self._waits, self.config.deadlines.close_s)
+        self._watchdog.close()
         self._recorder.close()
 
     def stop(self) -> bool:
@@ -245,7 +262,7 @@ class Job:
             (
                 self._fleet,
                 self._scorer,
-                StagedLearner(self._turns or self._learner, self.view),
+                StagedLearner(self._turns or self._learner, self._enter),
                 self._turns or self._pusher,
                 self,
             ),
@@ -253,10 +270,11 @@ class Job:
             self._waits,
             step=self._step,
             version=self._version,
-            state=await asyncio.to_thread(_loop_state, self._resumed) if self._resumed else None,
+            state=await self._start_wait(asyncio.to_thread(_loop_state, self._resumed), "disk", "groups") if self._resumed else None,
         )
         self._loop = loop
         self._lag = LoopLag()
+        self._enter("generate")
         try:
             reason = await loop.run()
             await self._save()
@@ -313,9 +331,22 @@ class Job:
             self._recorder.metrics(step, self._version, self._pusher.digest, metrics)
         self._warn(step, metrics)
         self.view.step(step, metrics)
-        self.view.stage("generate")
+        self._enter("generate")
         if self.config.checkpoint.every and step % self.config.checkpoint.every == 0:
             await self._save_or_go_on()
+
+    def _enter(self, stage: str) -> None:
+        self.view.stage(stage)
+        self._watchdog.enter(stage, self._step)
+
+    def _named_actors(self) -> dict[str, Any]:
+        return self._launcher.actors if hasattr(self, "_launcher") else {}
+
+    def _depths(self) -> dict[str, Any]:
+        depths: dict[str, Any] = {"open_visits": self._ledger.num_open, "visits": dict(self._ledger.counts)}
+        if self._rewards is not None:
+            depths |= {"fleet": self._fleet.depths(), "scoring": self._rewards.num_asked}
+        return depths
 
     def event(self, name: str, **fields: object) -> None:
         self._recorder.event(name, **fields)
@@ -336,20 +367,22 @@ class Job:
     # ---- evaluate, save ---------------------------------------------------------------------------------------------
 
     async def _evaluate(self, title: str) -> Evaluation:
-        self.view.stage("evaluate")
+        self._enter("evaluate")
         started = time.monotonic()
         before = next(iter(self._evaluations.values()), None)
-        evaluation = await self._wait(
-            evaluate(
-                self._fleet, self._scorer, self._held_out, num_samples=self.config.evaluation.num_samples, version=self._version
-            ),
-            "rollout workers",
-            "evaluation",
-            self.config.deadlines.evaluate_s,
+        evaluation = await evaluate(
+            self._fleet,
+            self._scorer,
+            self._held_out,
+            self._waits,
+            num_samples=self.config.evaluation.num_samples,
+            version=self._version,
+            deadline_s=self.config.deadlines.evaluate_s,
         )
         self._evaluations[self._version] = evaluation
         if self._saved_step == self._step:
-            await self._checkpoints.note(self._step, evaluation.pass_at_1)
+            note = self._checkpoints.note(self._step, evaluation.pass_at_1)
+            await self._wait(note, "disk", "the evaluation noted in the checkpoint", self.config.deadlines.checkpoint_s)
         self._seconds["evaluate"] += time.monotonic() - started
         self._recorder.event("evaluated", title=title, **evaluation.as_json())
         for line in evaluation_lines(title, before, evaluation):
@@ -361,7 +394,7 @@ class Job:
         step, loop = self._step, self._loop
         if step in (0, self._saved_step) or loop is None:
             return
-        self.view.stage("checkpoint")
+        self._enter("checkpoint")
         started = time.monotonic()
         before, held = self._evaluations.get(0), loop.state()
         state = {
@@ -504,16 +537,18 @@ class ShufflingScorer:
 
 
 class StagedLearner:
-    """The learner, telling the view which stage runs."""
+    """The learner, telling which stage runs."""
 
-    def __init__(self, inner: LearnerHandle, view: View) -> None:
+    def __init__(self, inner: LearnerHandle, enter: Callable[[str], None]) -> None:
         self._inner = inner
-        self._view = view
+        self._enter = enter
 
     async def prepare(self, batch: Batch) -> dict[str, float]:
-        self._view.stage("prepare")
+        self._enter("prepare")
         return await self._inner.prepare(batch)
 
     async def train(self) -> StepReport:
-        self._view.stage("train")
-        return await self._inner.train()
+        self._enter("train")
+        report = await self._inner.train()
+        self._enter("push")
+        return report

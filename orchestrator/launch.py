@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -37,6 +37,7 @@ class Launcher:
         self.threads = thread_budget(config, usable_cpus(), stuff.num_parameters)
         self._places: dict[str, Reservation] = {}
         self._num_pools: Counter[str] = Counter()  # made so far, by node
+        self.actors: dict[str, Any] = {}  # all that were made, by name
         self.nodes: dict[str, str] = {}  # of each worker, by its name: where its groups lie
 
     async def reserve(self, *, with_ranks: bool, with_engines: bool = True) -> None:
@@ -90,20 +91,23 @@ class Launcher:
         self.nodes[name] = places.nodes()[number]
         module = material.ENGINE_MODULES[self._config.rollout.engine.value]
         actor = ray.remote(RolloutActor).options(**options, **places.at(number))
-        return Worker(name, actor.remote(module, spec, self._config.rollout.transport.value))
+        self.actors[name] = actor.remote(module, spec, self._config.rollout.transport.value)
+        return Worker(name, self.actors[name])
 
     def ranks(self) -> list[Any]:
         """The learner's ranks, without a learner yet: see ``start_ranks``."""
         world_size, places, actors = self._config.learner.num_ranks, self._places["ranks"], []
         for rank in range(world_size):
+            name = f"learner-{rank}"
             options = cluster.actor_options(
-                f"learner-{rank}",
+                name,
                 **places.asks(rank),
                 env=cluster.learner_environment(self.threads.learner, rank=rank, world_size=world_size, gpu=self._gpu),
                 concurrency=2 if self._config.rollout.transport.value in MEETS else 1,  # an abort must not wait for what it ends
             )
             actor = ray.remote(LearnerActor).options(**options, **places.at(rank))
-            actors.append(actor.remote(rank, world_size))
+            self.actors[name] = actor.remote(rank, world_size)
+            actors.append(self.actors[name])
         return actors
 
     async def start_ranks(self, ranks: Sequence[Any], *, total_optimizer_steps: int) -> None:
@@ -126,16 +130,20 @@ class Launcher:
         name = f"rewards-{place}" + (f".{number}" if number else "")
         options = cluster.actor_options(name, **places.asks(place), env={"OMP_NUM_THREADS": "1"}, concurrency=8)
         actor = ray.remote(RewardActor).options(**options, **places.at(place))
-        return actor.remote(self._config.reward)
+        self.actors[name] = actor.remote(self._config.reward)
+        return self.actors[name]
 
 
-async def close_actors(actors: Sequence[Any], waits: Waits, deadline_s: float) -> None:
-    """Asks each actor to close, then kills it: one that does not answer is not waited for twice."""
-    for actor in actors:
-        if hasattr(actor, "close"):
-            with contextlib.suppress(DeadlinePassed, RayError):  # it is killed next
-                await waits.wait(_await(actor.close.remote()), owner="actor", name="close", deadline_s=deadline_s)
-        ray.kill(actor)
+async def close_actors(actors: Mapping[str, Any], waits: Waits, deadline_s: float) -> None:
+    """Asks the actors, named, to close, all at once, and kills each: one that does not answer is not waited for twice."""
+    await asyncio.gather(*(_close_actor(name, actor, waits, deadline_s) for name, actor in actors.items()))
+
+
+async def _close_actor(name: str, actor: Any, waits: Waits, deadline_s: float) -> None:
+    if hasattr(actor, "close"):
+        with contextlib.suppress(DeadlinePassed, RayError):  # it is killed next
+            await waits.wait(_await(actor.close.remote()), owner=name, name="close", deadline_s=deadline_s)
+    ray.kill(actor)
 
 
 async def _await(reference: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,13 @@ class Recorder:
         self._events = JsonLines(folder / "events.jsonl")
         self._samples = JsonLines(folder / "samples" / "samples.jsonl", budget_bytes=int(log.samples_mib * 2**20))
         self._worst = WorstSamples()
+        self.last_events: deque[tuple[float, str]] = deque(maxlen=10)  # time.time() and name, heartbeats aside
         self._board = SummaryWriter(str(folder / "tensorboard")) if log.tensorboard else None
 
     def event(self, name: str, **fields: object) -> None:
         """A line of events.jsonl."""
+        if name != "heartbeat":
+            self.last_events.append((time.time(), name))
         self._events.write({"time": time.time(), "incarnation": self._incarnation, "event": name, **fields})
 
     def metrics(self, step: int, version: int, weights: str, metrics: Mapping[str, float]) -> None:

@@ -1,10 +1,14 @@
-"""The one way to wait: every wait has an owner, a name and a deadline, and can be listed while it lasts."""
+"""The one way to wait: every wait has an owner, a name and a deadline, and can be listed while it lasts.
+
+A wait is for somebody: a process that works, a disk. A task that stands ready for whatever comes next (groups from the engines, a new
+worker to prove) waits for nobody, and is none of these: that something must come is its asker's wait.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -26,11 +30,14 @@ class Wait:
 
 
 class DeadlinePassed(RuntimeError):
-    """A wait outlived its deadline. The message names the owner, the wait, and every other wait that was open."""
+    """A wait outlived its deadline. The message names the owner, the wait, what was found out of the culprits, and every other wait that
+    was open."""
 
-    def __init__(self, wait: Wait, others: list[Wait]) -> None:
+    def __init__(self, wait: Wait, others: list[Wait], found: str = "") -> None:
         self.wait = wait
         text = f"{wait.owner} did not finish '{wait.name}' within {wait.deadline_s:g} s"
+        if found:
+            text += f": {found}"
         if others:
             text += "; also waiting: " + ", ".join(f"{w.owner} for '{w.name}' since {w.age_s:.1f} s" for w in others)
         super().__init__(text)
@@ -42,13 +49,16 @@ class Waits:
     def __init__(self) -> None:
         self._open: dict[int, Wait] = {}
         self._next = 0
+        # Told of a wait whose deadline has passed and of the others, before anything is done about it; returns what it found out.
+        self.on_breach: Callable[[Wait, list[Wait]], Awaitable[str]] | None = None
 
     def open(self) -> list[Wait]:
         """The waits that are going on, oldest first."""
         return sorted(self._open.values(), key=lambda wait: wait.since)
 
     async def wait(self, awaitable: Awaitable[T], *, owner: str, name: str, deadline_s: float) -> T:
-        """The awaitable's result. Raises DeadlinePassed after ``deadline_s``; the awaitable is then cancelled.
+        """The awaitable's result. Raises DeadlinePassed after ``deadline_s``; the awaitable is then cancelled. A result that comes in while
+        ``on_breach`` looks into it is taken all the same.
 
         What runs in another process goes on until its owner is killed, which is the caller's decision.
         """
@@ -57,16 +67,21 @@ class Waits:
         number, self._next = self._next, self._next + 1
         self._open[number] = wait
         try:
-            done, _ = await asyncio.wait({task}, timeout=deadline_s)
-        except asyncio.CancelledError:
-            task.cancel()
-            raise
+            await asyncio.wait({task}, timeout=deadline_s)
+            if not task.done():
+                error = await self.passed(wait)
+                if not task.done():
+                    raise error
+            return task.result()
         finally:
             del self._open[number]
-        if not done:
-            task.cancel()
-            raise DeadlinePassed(wait, self.open())
-        return task.result()
+            task.cancel()  # nothing where it is done
+
+    async def passed(self, wait: Wait) -> DeadlinePassed:
+        """The error of a wait that is too long, once ``on_breach`` has looked into it."""
+        others = [other for other in self.open() if other is not wait]
+        found = await self.on_breach(wait, others) if self.on_breach is not None else ""
+        return DeadlinePassed(wait, others, found)
 
 
 class LoopLag:

@@ -17,7 +17,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from configs.schema import DeadlinesConfig
 from orchestrator.errors import RunStopped
 from orchestrator.fleet import RayFleet, Worker, words
-from orchestrator.waits import DeadlinePassed, Waits
+from orchestrator.waits import DeadlinePassed, Wait, Waits
+from rollout.engine import Health
 
 MOST_REPLACEMENTS = 3  # of one slot without a proven push of a step in between
 POLL_S = 0.05
@@ -38,6 +39,7 @@ class Crew:
         """``make(slot, number)`` makes the ``number``-th worker of a slot, the first being 0."""
         self.fleet = fleet
         fleet.on_lost = self._stream_ended
+        fleet.on_silent = lambda worker, reason: self.lose(worker, "silent", reason)
         self._make = make
         self._waits = waits
         self._deadlines = deadlines
@@ -65,6 +67,7 @@ class Crew:
         self._facts = {worker.name: fact for worker, fact in zip(workers, facts, strict=True)}
         self.new += workers
         self.arrived.set()
+        self.spawn(self._feel_pulses())
 
     async def hold(self) -> None:
         """Returns once no lost worker's process is left and no other is being started: from then on its devices are free, and none
@@ -126,6 +129,30 @@ class Crew:
             await work
         except Exception as error:
             self.fleet.fail(error)
+
+    async def _feel_pulses(self) -> None:
+        """Asks every worker now and then whether it lives: the engine steps in a thread of its own, so it answers meanwhile."""
+        while True:
+            await asyncio.sleep(self._deadlines.heartbeat_s / 4)
+            await asyncio.gather(*(self._feel_pulse(worker) for worker in [*self.proven, *self.new]))
+
+    async def _feel_pulse(self, worker: Worker) -> None:
+        limit_s = self._deadlines.heartbeat_s
+        try:
+            health: Health = await self._waits.wait(
+                _answer(worker.actor.health.remote()), owner=worker.name, name="a sign of life", deadline_s=limit_s
+            )
+        except DeadlinePassed as error:
+            self.lose(worker, "silent", str(error))
+            return
+        except RayError as error:
+            self.lose(worker, "dead", words(error))
+            return
+        limit_s += self._deadlines.receive_s  # what a push brings is loaded between two steps
+        if health.last_step_age_s > limit_s and self.has(worker):
+            since = time.monotonic() - health.last_step_age_s
+            stuck = Wait(owner=worker.name, name="a decode step", deadline_s=limit_s, since=since)
+            self.lose(worker, "stuck", str(await self._waits.passed(stuck)))
 
     def _stream_ended(self, worker: Worker, reason: str) -> None:
         try:

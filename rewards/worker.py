@@ -36,6 +36,7 @@ from rewards.confine import confine_here
 from rewards.contract import RewardError, RewardItem, Verifier, describe, failed, judge, judge_async, prepare
 from rewards.verifiers import load_verifier
 from rollout.records import Consequence, Outcome, Score, Status
+from rollout.stack_signal import listen
 
 _HEADER = struct.Struct("<I")
 _SCORE = attrgetter(*(field.name for field in fields(Score)))
@@ -66,6 +67,7 @@ def read_score(values: Sequence[Any]) -> Score:
 
 def main(connection_fd: int) -> None:
     """Serve until the parent closes the connection."""
+    listen()
     os.set_inheritable(connection_fd, False)
     connection = socket.socket(fileno=connection_fd)
     # What a verifier forks must neither keep the connection open after us nor speak on it: a fork that comes back into the

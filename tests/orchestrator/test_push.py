@@ -212,7 +212,7 @@ class Bench:
         await self.engine.tell_loader.remote("")
         self.events = []
         waits, deadlines = Waits(), DeadlinesConfig()
-        self.fleet = RayFleet([], lambda visit: visit)
+        self.fleet = RayFleet([], lambda visit: visit, waits, deadlines.heartbeat_s)
         self.crew = crew_type(self.fleet, make or self.make_same, waits, deadlines, self.event)
         self.pusher = RayPusher(
             RayLearner([self.learner]),

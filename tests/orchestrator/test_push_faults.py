@@ -141,8 +141,8 @@ class World:
         self.engines, self.events, self.faults = {}, [], faults or {}
         self.learner = FakeLearner()
         self.waits = Waits()
-        self.fleet = RayFleet([], lambda visit: visit)
         deadlines = DeadlinesConfig(**({"receive_s": 0.1, "push_s": 5.0, "start_s": 5.0} | deadlines))
+        self.fleet = RayFleet([], lambda visit: visit, self.waits, deadlines.heartbeat_s)
 
         async def end(crew, worker):
             worker.actor.killed.set()

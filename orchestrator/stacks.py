@@ -1,0 +1,210 @@
+"""What processes are doing, seen from outside: the stacks they write when asked, and what /proc says of those that cannot answer.
+
+``look`` and ``portray`` run on the node of the processes; ``on_nodes`` brings the call there, by a small task where it is another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import ray
+from ray._private import state as ray_state
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rollout.stack_signal import FILE_NAME, stack_signal
+
+T = TypeVar("T")
+
+POLL_S = 0.05
+MOST_CHILDREN = 64  # of one process
+MOST_THREADS = 200  # of one process that are listed
+MOST_BYTES = 200_000  # of the stacks of one process
+GONE, STOPPED = "gone", "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process of the run: its actor's name, or ``driver``."""
+
+    name: str
+    pid: int
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A glance at a process."""
+
+    state: str  # as psutil calls it, such as sleeping or stopped; or gone
+    rss_bytes: int
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Portrait:
+    """All that can be found out of a process and of those it has started."""
+
+    verdict: str  # in a few words
+    text: str
+
+
+def whereabouts(name: str, actor: Any) -> Process | None:
+    """Where an actor's process is, by Ray's own books: known as soon as there is one, while its constructor still runs. None where there
+    is none yet, or none any more. Ray has no public call for it that works without its dashboard."""
+    info = ray_state.actors(actor._actor_id.hex())
+    if not info or info["State"] == "DEAD" or not info["Pid"]:
+        return None
+    return Process(name, info["Pid"], info["Address"]["NodeID"])
+
+
+async def on_nodes(call: Callable[..., Mapping[int, T]], processes: Iterable[Process], limit_s: float, *more: Any) -> dict[Process, T]:
+    """``call(pids, *more)`` on the node of each process, all nodes at once; what a node does not answer in time is left out."""
+    by_node: dict[str, list[Process]] = defaultdict(list)
+    for process in processes:
+        by_node[process.node].append(process)
+    here = ray.get_runtime_context().get_node_id()
+
+    async def ask(node: str, pids: Sequence[int]) -> Mapping[int, T]:
+        if node == here:
+            return await asyncio.to_thread(call, pids, *more)
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        return await _answer(ray.remote(call).options(num_cpus=0, scheduling_strategy=there).remote(pids, *more))
+
+    asked = {node: _within(ask(node, [p.pid for p in group]), limit_s) for node, group in by_node.items()}
+    answers = dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
+    return {p: answers[p.node][p.pid] for group in by_node.values() for p in group if p.pid in answers[p.node]}
+
+
+async def _within(asked: Coroutine[Any, Any, Mapping[int, T]], limit_s: float) -> Mapping[int, T]:
+    with contextlib.suppress(TimeoutError, RayError):  # the node is busy, or gone
+        return await asyncio.wait_for(asked, limit_s)
+    return {}
+
+
+async def _answer(reference: Any) -> Any:
+    return await reference
+
+
+# ---- on the node of the processes ---------------------------------------------------------------------------------------
+
+
+def look(pids: Sequence[int]) -> dict[int, Look]:
+    """A glance at each process."""
+    return {pid: _look(pid) for pid in pids}
+
+
+def _look(pid: int) -> Look:
+    try:
+        process = psutil.Process(pid)
+        with process.oneshot():
+            times = process.cpu_times()
+            state = process.status()
+            return Look(GONE if state == psutil.STATUS_ZOMBIE else state, process.memory_info().rss, times.user + times.system)
+    except psutil.Error:
+        return Look(GONE, 0, 0.0)
+
+
+def portray(pids: Sequence[int], limit_s: float) -> dict[int, Portrait]:
+    """The portrait of each process, all of them within ``limit_s``: those that listen are asked for their stacks."""
+    families = {pid: [pid, *_descendants(pid)] for pid in pids}
+    stacks = _stacks([member for family in families.values() for member in family], time.monotonic() + limit_s)
+    return {
+        pid: Portrait(_verdict(pid, stacks[pid]), "\n\n".join(_describe(member, stacks[member]) for member in family))
+        for pid, family in families.items()
+    }
+
+
+def _descendants(pid: int) -> list[int]:
+    with contextlib.suppress(psutil.Error):
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)][:MOST_CHILDREN]
+    return []
+
+
+def _stacks(pids: Sequence[int], until: float) -> dict[int, str | None]:
+    """What each wrote before ``until``; None of those that do not listen or are stopped."""
+    files = {pid: _stack_file(pid) for pid in pids if _look(pid).state not in (STOPPED, GONE)}
+    asked = {pid: file for pid, file in files.items() if file is not None}
+    for pid in asked:
+        with contextlib.suppress(OSError):
+            os.kill(pid, stack_signal())
+    sizes: dict[int, int] = dict.fromkeys(asked, 0)
+    writing = set(asked)
+    while writing and time.monotonic() < until:
+        time.sleep(POLL_S)
+        for pid in list(writing):
+            size = _size(asked[pid])
+            if size > 0 and size == sizes[pid]:  # it was there a moment ago, and nothing was added
+                writing.discard(pid)
+            sizes[pid] = size
+    return {pid: _take(asked[pid]) if pid in asked else None for pid in pids}
+
+
+def _stack_file(pid: int) -> Path | None:
+    with contextlib.suppress(OSError):  # it ended, or is another user's
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            if os.readlink(file).startswith(f"/memfd:{FILE_NAME}"):
+                return file
+    return None
+
+
+def _size(file: Path) -> int:
+    with contextlib.suppress(OSError):
+        return file.stat().st_size
+    return 0
+
+
+def _take(file: Path) -> str:
+    with contextlib.suppress(OSError):
+        text = file.read_bytes()[:MOST_BYTES].decode(errors="replace")
+        os.truncate(file, 0)
+        return text
+    return ""
+
+
+def _verdict(pid: int, stacks: str | None) -> str:
+    state = _look(pid).state
+    if state == GONE:
+        return "is gone"
+    if state == STOPPED:
+        return "is stopped, by SIGSTOP or SIGTSTP"
+    if stacks is None:
+        return f"is {state} and does not listen for the signal that asks for its stacks"
+    return f"is {state}" if stacks else f"is {state} and does not answer the signal that asks for its stacks"
+
+
+def _describe(pid: int, stacks: str | None) -> str:
+    try:
+        process = psutil.Process(pid)
+        with process.oneshot():
+            title = " ".join(process.cmdline())[:200] or process.name()
+            times = process.cpu_times()
+            facts = (
+                f"process {pid} ({title}), child of {process.ppid()}: {process.status()}, {process.num_threads()} threads, "
+                f"{process.memory_info().rss / 2**20:.0f} MiB, {times.user + times.system:.1f} s of CPU time"
+            )
+    except psutil.Error:
+        return f"process {pid}: gone"
+    threads = sorted(Path(f"/proc/{pid}/task").glob("*"), key=lambda path: int(path.name))
+    lines = [f"  thread {path.name} {_read(path / 'comm')}: {_thread(path)}" for path in threads[:MOST_THREADS]]
+    return "\n".join([facts, *lines, *([stacks] if stacks else [])])
+
+
+def _thread(path: Path) -> str:
+    state = _read(path / "stat").rpartition(")")[2].split()[:1]
+    return f"state {''.join(state) or '?'}, in kernel at {_read(path / 'wchan')}, system call {_read(path / 'syscall').split(' ')[0]}"
+
+
+def _read(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text(errors="replace").strip() or "?"
+    return "?"

@@ -1,0 +1,247 @@
+"""The watchdog: says who waits for whom when a deadline has passed, shows what the culprits do, and tells now and then that all is well.
+
+    breach of a wait      -> event `deadline_passed`, stderr, RUN/stacks/TIME-OWNER.txt; then the policy of whoever waits
+    a stopped process     -> the same after `deadlines.heartbeat_s`, then it is killed: a dead one has a policy everywhere
+    a driver that blocks  -> RUN/stacks/TIME-driver.txt, written by a thread of the interpreter's own; event `driver_blocked` afterwards
+    heartbeats            -> RUN/heartbeat.json (the last one), events `heartbeat`: step, stage, open waits, processes
+
+It looks and tells; the only thing it ever does to a process is to end one that is stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import ray
+from ray.exceptions import RayError
+
+from orchestrator.console import printable
+from orchestrator.run_folder import write_json
+from orchestrator.stacks import GONE, STOPPED, Look, Portrait, Process, look, on_nodes, portray, whereabouts
+from orchestrator.waits import Wait, Waits
+from orchestrator.workers import end_process
+from rollout.stack_signal import listen
+
+DRIVER = "driver"
+HEARTBEAT = "heartbeat.json"
+EVIDENCE_S = 10.0  # to ask the culprits, and less where the deadline itself is shorter
+LOOK_S = 10.0  # for all nodes to tell how their processes are
+MOST_FILES = 200  # of stacks that one process of the driver writes
+SPARSE = 1000  # a heartbeat becomes an event when the run is a 1000th older than at the last one: a few thousand rows in weeks
+
+# Which actors, by how their names begin, have to answer for an owner; another owner is the name of an actor.
+CULPRITS: Mapping[str, tuple[str, ...]] = {
+    "actors": ("rollout-", "learner-", "rewards-"),
+    "rollout workers": ("rollout-",),
+    "reward pool": ("rewards-",),
+    "learner": ("learner-",),
+    "push": ("learner-", "rollout-"),
+    "disk": (DRIVER,),
+    "recorder": (DRIVER,),
+}
+
+
+@dataclass(slots=True)
+class Stage:
+    """What the run is doing."""
+
+    name: str
+    since: float  # time.monotonic()
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """What the watchdog goes by."""
+
+    every_s: float  # between two heartbeats
+    limit_s: float  # a stopped process may stay so, and the driver's event loop may stand still
+    actors: Callable[[], Mapping[str, Any]]  # all that were made, by name
+    depths: Callable[[], Mapping[str, Any]]  # how much waits where
+    last_events: Sequence[tuple[float, str]]  # time.time() and name
+
+
+class Watchdog:
+    """One run's. Made in the event loop that it watches; ``start`` begins the heartbeats, ``close`` ends them."""
+
+    def __init__(self, folder: Path, waits: Waits, event: Callable[..., None], pulse: Pulse) -> None:
+        self.stage = Stage("starting", time.monotonic(), 0)
+        self._folder, self._stacks = folder, folder / "stacks"
+        self._waits, self._event, self._pulse = waits, event, pulse
+        self._stopped: dict[str, float] = {}  # since when each was seen so
+        self._began = time.time()
+        self._last_row = 0.0
+        self._num_files = 0
+        self._beat: asyncio.Task[None] | None = None
+        self._own: TextIO | None = None  # the driver's stacks
+
+    def start(self) -> None:
+        listen()
+        self._stacks.mkdir(exist_ok=True)
+        self._own = self._file(DRIVER).open("w", encoding="utf-8")
+        self._waits.on_breach = self.breach
+        self._beat = asyncio.create_task(self._beats())
+
+    def close(self) -> None:
+        """Leaves the last heartbeat, and no empty file."""
+        if self._beat is None or self._own is None:
+            return
+        self._beat.cancel()
+        self._waits.on_breach = None
+        faulthandler.cancel_dump_traceback_later()
+        self._own.close()
+        if not os.path.getsize(self._own.name):
+            os.unlink(self._own.name)
+
+    def enter(self, stage: str, step: int) -> None:
+        """The run does this now; ``step`` is the last whole one."""
+        self.stage = Stage(stage, time.monotonic(), step)
+
+    # ---- a breach ---------------------------------------------------------------------------------------------------
+
+    async def breach(self, wait: Wait, others: Sequence[Wait]) -> str:
+        """Tells of it and returns the culprits' state in words. Whatever keeps it from finding that out must not hide the breach."""
+        budget_s = min(EVIDENCE_S, wait.deadline_s)
+        try:
+            portraits = await asyncio.wait_for(self._portraits(wait.owner, budget_s), 1.5 * budget_s)
+            return await self._tell(wait, others, portraits)
+        except Exception as error:
+            self._event("watchdog_failed", owner=wait.owner, name=wait.name, reason=f"{type(error).__name__}: {error}")
+            return ""
+
+    async def _portraits(self, owner: str, budget_s: float) -> dict[Process, Portrait | None]:
+        processes = await self._processes(lambda name: name == owner or name.startswith(CULPRITS.get(owner, "\0")))
+        seen = await on_nodes(portray, processes, budget_s, budget_s / 2)
+        return {process: seen.get(process) for process in processes}
+
+    async def _tell(self, wait: Wait, others: Sequence[Wait], portraits: Mapping[Process, Portrait | None]) -> str:
+        verdicts = {p.name: f"process {p.pid} {_verdict(portrait)}" for p, portrait in portraits.items()}
+        title = f"{wait.owner} did not finish '{wait.name}' within {wait.deadline_s:g} s, waited for {wait.age_s:.1f} s"
+        fields = {
+            "owner": wait.owner,
+            "name": wait.name,
+            "deadline_s": wait.deadline_s,
+            "waited_s": wait.age_s,
+            "stage": self.stage.name,
+            "step": self.stage.step,
+            "culprits": verdicts,
+            "also_waiting": _rows(others),
+            "depths": self._pulse.depths(),
+            "last_events": [f"{name} {time.time() - at:.1f} s ago" for at, name in self._pulse.last_events],
+        }
+        file = await asyncio.to_thread(self._write_stacks, wait.owner, title, fields, portraits) if portraits else None
+        self._event("deadline_passed", **fields, stacks=file)
+        summary = "; ".join(f"{name}: {verdict}" for name, verdict in verdicts.items())
+        waiting = ", ".join(f"{w.owner} for '{w.name}' since {w.age_s:.1f} s" for w in others)
+        _say(f"{title}; {summary or 'no process of its own'}; also waiting: {waiting or 'nobody'}; stacks: {file or 'none'}")
+        unwell = {name: verdict for name, verdict in verdicts.items() if GONE in verdict or STOPPED in verdict or "not" in verdict}
+        return "; ".join([*(f"{name}, {verdict}" for name, verdict in unwell.items()), *([f"see {file}"] if file else [])])
+
+    def _write_stacks(
+        self, owner: str, title: str, fields: Mapping[str, Any], portraits: Mapping[Process, Portrait | None]
+    ) -> str | None:
+        if self._num_files >= MOST_FILES:
+            return None
+        self._num_files += 1
+        path = self._file(owner)
+        facts = [f"{key}: {fields[key]}" for key in ("also_waiting", "depths", "last_events") if key in fields]
+        parts = [
+            f"==== {p.name}: process {p.pid} on node {p.node} {_verdict(portrait)}\n{portrait.text if portrait else ''}"
+            for p, portrait in portraits.items()
+        ]
+        path.write_text("\n".join([title, *facts, "", *parts]) + "\n", encoding="utf-8")
+        return str(path.relative_to(self._folder))
+
+    def _file(self, owner: str) -> Path:
+        """A name that is free."""
+        stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{re.sub(r'[^A-Za-z0-9.]+', '-', owner)}"
+        return next(path for i in range(1000) if not (path := self._stacks / f"{stem}{f'-{i}' if i else ''}.txt").exists())
+
+    # ---- heartbeats -------------------------------------------------------------------------------------------------
+
+    async def _beats(self) -> None:
+        period_s = min(self._pulse.every_s, self._pulse.limit_s / 2)
+        failed = ""
+        while True:
+            self._guard_driver()
+            try:
+                await self._one_beat()
+            except Exception as error:  # a full disk, an instance that does not answer: the run's own waits tell of these
+                if (reason := f"{type(error).__name__}: {error}") != failed:
+                    failed = reason
+                    _say(f"no heartbeat: {reason}")
+            await asyncio.sleep(period_s)
+
+    def _guard_driver(self) -> None:
+        """Has the stacks of the driver written where it does not come back here in time."""
+        assert self._own is not None
+        faulthandler.dump_traceback_later(self._pulse.limit_s + self._pulse.every_s, file=self._own)
+        if self._own.tell() < (size := os.fstat(self._own.fileno()).st_size):
+            self._own.seek(size)
+            self._event("driver_blocked", stacks=str(Path(self._own.name).relative_to(self._folder)))
+
+    async def _one_beat(self) -> None:
+        processes = await self._processes(lambda name: True)
+        looks = await on_nodes(look, processes, LOOK_S)
+        row = {
+            "step": self.stage.step,
+            "stage": self.stage.name,
+            "stage_s": time.monotonic() - self.stage.since,
+            "waits": _rows(self._waits.open()),
+            "depths": self._pulse.depths(),
+            "processes": {p.name: {"pid": p.pid, **(asdict(looks[p]) if p in looks else {"state": "unknown"})} for p in processes},
+        }
+        now = time.time()
+        told = {"pid": os.getpid(), "host": socket.gethostname(), "began": self._began, "time": now, "every_s": self._pulse.every_s}
+        await asyncio.to_thread(write_json, self._folder / HEARTBEAT, told | row)
+        if now - self._last_row >= max(self._pulse.every_s, (now - self._began) / SPARSE):
+            self._last_row = now
+            self._event("heartbeat", **row)
+        await self._end_stopped(looks)
+
+    async def _processes(self, wanted: Callable[[str], bool]) -> list[Process]:
+        """Those of the wanted actors, and the driver's own where its name is."""
+        actors = {name: actor for name, actor in self._pulse.actors().items() if wanted(name)}
+        found = await asyncio.to_thread(lambda: [whereabouts(name, actor) for name, actor in actors.items()])
+        own = [Process(DRIVER, os.getpid(), ray.get_runtime_context().get_node_id())] if wanted(DRIVER) else []
+        return [*own, *(process for process in found if process is not None)]
+
+    async def _end_stopped(self, looks: Mapping[Process, Look]) -> None:
+        now = time.monotonic()
+        stopped = [process for process, seen in looks.items() if seen.state == STOPPED]
+        self._stopped = {p.name: self._stopped.get(p.name, now) for p in stopped}
+        for process in stopped:
+            since = self._stopped[process.name]
+            if now - since < self._pulse.limit_s:
+                continue
+            wait = Wait(owner=process.name, name="a sign of life", deadline_s=self._pulse.limit_s, since=since)
+            await self.breach(wait, self._waits.open())
+            with contextlib.suppress(RayError):
+                await on_nodes(_end, [process], LOOK_S)
+
+
+def _end(pids: Sequence[int]) -> dict[int, None]:
+    return {pid: end_process(pid) for pid in pids}
+
+
+def _verdict(portrait: Portrait | None) -> str:
+    return portrait.verdict if portrait else "is on a node that does not answer"
+
+
+def _rows(waits: Sequence[Wait]) -> list[dict[str, Any]]:
+    return [{"owner": w.owner, "name": w.name, "age_s": round(w.age_s, 3), "deadline_s": w.deadline_s} for w in waits]
+
+
+def _say(text: str) -> None:
+    print("limen: watchdog: " + printable(text), file=sys.stderr, flush=True)
