@@ -84,9 +84,7 @@ async def evaluate(
     versions = {(item.meta.min_version, item.meta.max_version) for item in finished}
     if versions != {(version, version)}:
         raise RuntimeError(f"an evaluation of version {version} got tokens of versions {sorted(versions)}")
-    scored = await waits.wait(
-        scorer.score(finished), owner="reward pool", name="scores of the evaluation", deadline_s=deadline_s
-    )
+    scored = await waits.wait(scorer.score(finished), owner="reward pool", name="scores of the evaluation", deadline_s=deadline_s)
     return summarize(scored, prompts, num_samples=num_samples, version=version)
 
 

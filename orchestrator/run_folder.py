@@ -17,6 +17,8 @@ import numpy as np
 from configs.errors import ConfigError
 
 LOCK = ".lock"
+HEARTBEAT = "heartbeat.json"  # the last one
+STACKS = "stacks"  # folder of what processes did when a deadline passed
 
 
 def make_run_folder(run_dir: str | None, name: str) -> Path:

@@ -54,6 +54,7 @@ class Look:
 class Portrait:
     """All that can be found out of a process and of those it has started."""
 
+    well: bool  # it runs and answers
     verdict: str  # in a few words
     text: str
 
@@ -67,7 +68,9 @@ def whereabouts(name: str, actor: Any) -> Process | None:
     return Process(name, info["Pid"], info["Address"]["NodeID"])
 
 
-async def on_nodes(call: Callable[..., Mapping[int, T]], processes: Iterable[Process], limit_s: float, *more: Any) -> dict[Process, T]:
+async def on_nodes(
+    call: Callable[..., Mapping[int, T]], processes: Iterable[Process], limit_s: float, *more: Any
+) -> dict[Process, T]:
     """``call(pids, *more)`` on the node of each process, all nodes at once; what a node does not answer in time is left out."""
     by_node: dict[str, list[Process]] = defaultdict(list)
     for process in processes:
@@ -118,10 +121,7 @@ def portray(pids: Sequence[int], limit_s: float) -> dict[int, Portrait]:
     """The portrait of each process, all of them within ``limit_s``: those that listen are asked for their stacks."""
     families = {pid: [pid, *_descendants(pid)] for pid in pids}
     stacks = _stacks([member for family in families.values() for member in family], time.monotonic() + limit_s)
-    return {
-        pid: Portrait(_verdict(pid, stacks[pid]), "\n\n".join(_describe(member, stacks[member]) for member in family))
-        for pid, family in families.items()
-    }
+    return {pid: _portrait(pid, family, stacks) for pid, family in families.items()}
 
 
 def _descendants(pid: int) -> list[int]:
@@ -171,15 +171,16 @@ def _take(file: Path) -> str:
     return ""
 
 
-def _verdict(pid: int, stacks: str | None) -> str:
+def _portrait(pid: int, family: Sequence[int], stacks: Mapping[int, str | None]) -> Portrait:
     state = _look(pid).state
-    if state == GONE:
-        return "is gone"
+    well, verdict = False, f"is {state}"
     if state == STOPPED:
-        return "is stopped, by SIGSTOP or SIGTSTP"
-    if stacks is None:
-        return f"is {state} and does not listen for the signal that asks for its stacks"
-    return f"is {state}" if stacks else f"is {state} and does not answer the signal that asks for its stacks"
+        verdict += ", by SIGSTOP or SIGTSTP"
+    elif state != GONE and stacks[pid]:
+        well = True
+    elif state != GONE:
+        verdict += " and does not " + ("listen for" if stacks[pid] is None else "answer") + " the signal that asks for its stacks"
+    return Portrait(well, verdict, "\n\n".join(_describe(member, stacks[member]) for member in family))
 
 
 def _describe(pid: int, stacks: str | None) -> str:

@@ -27,14 +27,13 @@ import ray
 from ray.exceptions import RayError
 
 from orchestrator.console import printable
-from orchestrator.run_folder import write_json
-from orchestrator.stacks import GONE, STOPPED, Look, Portrait, Process, look, on_nodes, portray, whereabouts
+from orchestrator.run_folder import HEARTBEAT, STACKS, write_json
+from orchestrator.stacks import STOPPED, Look, Portrait, Process, look, on_nodes, portray, whereabouts
 from orchestrator.waits import Wait, Waits
 from orchestrator.workers import end_process
 from rollout.stack_signal import listen
 
 DRIVER = "driver"
-HEARTBEAT = "heartbeat.json"
 EVIDENCE_S = 10.0  # to ask the culprits, and less where the deadline itself is shorter
 LOOK_S = 10.0  # for all nodes to tell how their processes are
 MOST_FILES = 200  # of stacks that one process of the driver writes
@@ -77,7 +76,7 @@ class Watchdog:
 
     def __init__(self, folder: Path, waits: Waits, event: Callable[..., None], pulse: Pulse) -> None:
         self.stage = Stage("starting", time.monotonic(), 0)
-        self._folder, self._stacks = folder, folder / "stacks"
+        self._folder, self._stacks = folder, folder / STACKS
         self._waits, self._event, self._pulse = waits, event, pulse
         self._stopped: dict[str, float] = {}  # since when each was seen so
         self._began = time.time()
@@ -145,7 +144,7 @@ class Watchdog:
         summary = "; ".join(f"{name}: {verdict}" for name, verdict in verdicts.items())
         waiting = ", ".join(f"{w.owner} for '{w.name}' since {w.age_s:.1f} s" for w in others)
         _say(f"{title}; {summary or 'no process of its own'}; also waiting: {waiting or 'nobody'}; stacks: {file or 'none'}")
-        unwell = {name: verdict for name, verdict in verdicts.items() if GONE in verdict or STOPPED in verdict or "not" in verdict}
+        unwell = {p.name: verdicts[p.name] for p, portrait in portraits.items() if not portrait or not portrait.well}
         return "; ".join([*(f"{name}, {verdict}" for name, verdict in unwell.items()), *([f"see {file}"] if file else [])])
 
     def _write_stacks(
@@ -200,10 +199,18 @@ class Watchdog:
             "stage_s": time.monotonic() - self.stage.since,
             "waits": _rows(self._waits.open()),
             "depths": self._pulse.depths(),
-            "processes": {p.name: {"pid": p.pid, **(asdict(looks[p]) if p in looks else {"state": "unknown"})} for p in processes},
+            "processes": {
+                p.name: {"pid": p.pid, **(asdict(looks[p]) if p in looks else {"state": "unknown"})} for p in processes
+            },
         }
         now = time.time()
-        told = {"pid": os.getpid(), "host": socket.gethostname(), "began": self._began, "time": now, "every_s": self._pulse.every_s}
+        told = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "began": self._began,
+            "time": now,
+            "every_s": self._pulse.every_s,
+        }
         await asyncio.to_thread(write_json, self._folder / HEARTBEAT, told | row)
         if now - self._last_row >= max(self._pulse.every_s, (now - self._began) / SPARSE):
             self._last_row = now
@@ -232,7 +239,9 @@ class Watchdog:
 
 
 def _end(pids: Sequence[int]) -> dict[int, None]:
-    return {pid: end_process(pid) for pid in pids}
+    for pid in pids:
+        end_process(pid)
+    return dict.fromkeys(pids)
 
 
 def _verdict(portrait: Portrait | None) -> str:
