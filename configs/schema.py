@@ -421,6 +421,14 @@ class CheckpointConfig:
 
 
 @dataclass
+class LedgerConfig:
+    """What is remembered of the prompts and their visits."""
+
+    half_life_versions: float = knob(50.0, "versions after which what a prompt has shown weighs half: the policy moves")
+    stuck_after_steps: int = knob(20, "steps after which a visit that is still open is told of in events.jsonl")
+
+
+@dataclass
 class DeadlinesConfig:
     """How long the driver waits for each stage before it names the owner and acts."""
 
@@ -509,6 +517,7 @@ class Config:
     evaluation: EvaluationConfig = knob(EvaluationConfig, "held-out prompts")
     sample: SampleConfig = knob(SampleConfig, "`limen sample`")
     checkpoint: CheckpointConfig = knob(CheckpointConfig, "checkpoints")
+    ledger: LedgerConfig = knob(LedgerConfig, "what is remembered of prompts and visits")
     deadlines: DeadlinesConfig = knob(DeadlinesConfig, "how long each wait may last")
     cluster: ClusterConfig = knob(ClusterConfig, "Ray")
     plan: PlanConfig = knob(PlanConfig, "machines that `limen plan` reckons with")

@@ -108,6 +108,8 @@ _BOUNDS: dict[str, tuple[float, bool, float | None]] = {
     "sample.num_prompts": _FROM_1,
     "checkpoint.every": _FROM_0,
     "checkpoint.keep_last": _FROM_1,
+    "ledger.half_life_versions": _ABOVE_0,
+    "ledger.stuck_after_steps": _FROM_1,
     "cluster.num_cpus": _FROM_1,
     "plan.num_gpus": _FROM_0,
     "plan.gpus_per_node": _FROM_1,

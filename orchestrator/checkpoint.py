@@ -7,7 +7,8 @@ checkpoints/step-000050/
     model/          the policy as a Hugging Face folder, for `limen eval`, `limen sample`, vLLM and transformers
     config.yaml     the run's configuration as it was
     groups.jsonl    kept groups that no step has trained, and those judged for the step in hand
-    state.json      step, version, incarnation, prompt ledger, what the loop had in hand
+    state.json      step, version, incarnation, visits of the prompt ledger that have not ended, what the loop had in hand
+    ledger.npz      what the ledger knows of every prompt that was asked
     manifest.json   step, run, held-out pass@1 where it is known, and every file with its size and digest; written last
 
 All ranks write into the partial folder, and each digests and syncs what it wrote; their answers are the barrier. Then come the
@@ -29,7 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from configs.errors import ConfigError
 from configs.schema import CheckpointConfig
@@ -37,7 +40,7 @@ from orchestrator.errors import RunStopped
 from orchestrator.run_folder import write_json
 
 MANIFEST, RUN_FILE = "manifest.json", "run.json"
-STATE, GROUPS = "state.json", "groups.jsonl"
+STATE, GROUPS, LEDGER = "state.json", "groups.jsonl", "ledger.npz"
 READERS = 4  # files digested at once when a checkpoint is verified
 _NAME = re.compile(r"step-(\d+)(\.partial)?")
 _REMOVED = "removed-"
@@ -73,6 +76,11 @@ class Checkpoint:
         with (self.folder / GROUPS).open(encoding="utf-8") as file:
             return [json.loads(line) for line in file]
 
+    def ledger_arrays(self) -> dict[str, NDArray[Any]]:
+        """The arrays of the prompt ledger."""
+        with np.load(self.folder / LEDGER) as arrays:
+            return dict(arrays)
+
 
 class Checkpoints:
     """The checkpoints of one run: writes them, keeps the last few and the best, and touches none of another run."""
@@ -90,6 +98,7 @@ class Checkpoints:
     async def write(
         self,
         state: dict[str, Any],
+        arrays: Mapping[str, NDArray[Any]],
         texts: Mapping[str, str],
         save: Callable[[Path], Awaitable[Files]],
         *,
@@ -97,15 +106,15 @@ class Checkpoints:
     ) -> Path:
         """Writes the checkpoint of ``state["step"]``.
 
-        ``save(partial)`` has all ranks write below ``partial/learner`` and ``partial/model`` and tells what they wrote; ``texts`` are the
-        driver's own files. ``pass_at_1`` is the held-out result of this step where there is one. Whatever fails is raised as it
-        is; the partial folder is then taken away, for a full disk must not stay full.
+        ``save(partial)`` has all ranks write below ``partial/learner`` and ``partial/model`` and tells what they wrote; ``arrays`` (of
+        the ledger) and ``texts`` are the driver's own files. ``pass_at_1`` is the held-out result of this step where there is one.
+        Whatever fails is raised as it is; the partial folder is then taken away, for a full disk must not stay full.
         """
         partial = self.folder / (checkpoint_name(state["step"]) + ".partial")
         try:
             await asyncio.to_thread(_make_anew, partial)
             written = await save(partial)
-            await asyncio.to_thread(self._seal, partial, written, texts, state, pass_at_1)
+            await asyncio.to_thread(self._seal, partial, written, arrays, texts, state, pass_at_1)
         except Exception:
             await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
             raise
@@ -121,10 +130,18 @@ class Checkpoints:
         return _best(self._own())
 
     def _seal(
-        self, partial: Path, written: Files, texts: Mapping[str, str], state: dict[str, Any], pass_at_1: float | None
+        self,
+        partial: Path,
+        written: Files,
+        arrays: Mapping[str, NDArray[Any]],
+        texts: Mapping[str, str],
+        state: dict[str, Any],
+        pass_at_1: float | None,
     ) -> None:
         _check_arrived(partial, written)
         write_json(partial / STATE, state)
+        with (partial / LEDGER).open("wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)
         for name, text in texts.items():
             (partial / name).write_text(text, encoding="utf-8")
         others = [str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file()]

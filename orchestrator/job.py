@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import ray
+from numpy.typing import NDArray
 from ray.exceptions import RayError, RayTaskError
 
 from configs.compose import dump_config
@@ -80,6 +81,8 @@ class Job:
             epochs = 1.0  # no group twice
         self._ledger = Ledger(
             [prompt.id for prompt in stuff.prompts.train],
+            [prompt.stratum for prompt in stuff.prompts.train],
+            config.ledger,
             length=self._length,
             seed=config.seed,
             shuffle=config.data.shuffle and not stuff.record,
@@ -87,7 +90,7 @@ class Job:
         )
         if resumed:
             _check_kind(config, resumed)
-            self._ledger.restore(resumed.state["ledger"])
+            self._ledger.restore(resumed.state["ledger"], resumed.ledger_arrays())
         self._checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
         self._recorder = Recorder(
             folder, config.log, stuff.by_id, incarnation=self._incarnation, record=config.rollout.record, seed=config.seed
@@ -401,18 +404,19 @@ class Job:
             "step": step,
             "version": self._version,
             "incarnation": self._incarnation,
-            "ledger": self._ledger.state(),  # of the same moment as the loop's: groups come in while it is written
+            "ledger": self._ledger.state(),  # and its arrays: of the same moment as the loop's, for groups come in meanwhile
             "loop": state_json(held),
             "made_with": _kind(self.config),
             "evaluation_before": before.as_json() if before else None,
             "seconds_by_stage": dict(self._seconds),
         }
+        arrays = self._ledger.arrays()
         name, deadline_s = f"checkpoint of step {step}", self.config.deadlines.checkpoint_s
         try:
             if self._turns:
                 await self._turns.to_learner()
             await self._wait(self._pusher.hold(), "push", "new workers to be proven", self.config.deadlines.push_s)
-            self.checkpoint = await self._wait(self._write(state, held), "learner", name, deadline_s)
+            self.checkpoint = await self._wait(self._write(state, held, arrays), "learner", name, deadline_s)
         except (DeadlinePassed, RayError, OSError, RunStopped) as error:
             stands = f"{self.checkpoint.name} stands" if self.checkpoint else "there is none before it"
             reason = " ".join(words(error).split())[:MOST_CHARACTERS]
@@ -425,7 +429,7 @@ class Job:
         self._recorder.event("checkpoint", step=step, folder=self.checkpoint.name)
         self._recorder.rewards()
 
-    async def _write(self, state: dict[str, Any], held: LoopState) -> Path:
+    async def _write(self, state: dict[str, Any], held: LoopState, arrays: dict[str, NDArray[Any]]) -> Path:
         groups = {
             order: (await item.scored.address.parcel)[item.scored.address.place] for order, item in held_groups(held).items()
         }
@@ -433,7 +437,7 @@ class Job:
         texts = {GROUPS: lines, "config.yaml": dump_config(self.config, redact=True)}
         evaluation = self._evaluations.get(state["version"])
         return await self._checkpoints.write(
-            state, texts, self._learner.save, pass_at_1=evaluation.pass_at_1 if evaluation else None
+            state, arrays, texts, self._learner.save, pass_at_1=evaluation.pass_at_1 if evaluation else None
         )
 
     async def _save_or_go_on(self) -> None:

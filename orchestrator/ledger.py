@@ -3,28 +3,37 @@
 The order is a seeded permutation of the training prompts for each epoch. A step takes its picks, refills included, from that
 order as it stands at the start of the step, so the picks of a step do not depend on which group finishes first.
 
-    picked -> kept -> trained
-       |        +---> dropped(reason)
-       +------------> dropped(reason)
-       +------------> queued again (lost with its worker, or surplus), keeps its number, is picked first
+    picked -> running -> finished -> scored -> kept -> trained
+       |         |           |          |        |
+       +---------+-----------+----------+--------+---> dropped(reason)
+       +---------+-----------+----------+--------+---> lost(reason): queued again, keeps its number, is picked first
+
+*Running* is handed to an engine, *finished* handed over by it and being scored. Every visit that was picked ends trained or dropped, once
+in the history that led to the present weights: a checkpoint holds the ledger of its moment, and a run that goes back to it
+has the visits since before it again.
 
 A surplus visit is queued again, not dropped: which visits beyond a full batch were asked depends on what finished first, and
-dropping them would let the clock decide which prompts a run sees.
+dropping them would let the clock decide which prompts a run sees. For the same reason what the groups of a step say of their prompts
+(pass rates, answers) is taken up when the step closes, in pick order; no group is judged by a posterior that holds its own result.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from configs.errors import ConfigError
-from configs.schema import LastBatch
+from configs.schema import LastBatch, LedgerConfig
+from orchestrator.answers import AnswerCounts
+from orchestrator.pass_rates import Observation, PassRates
+from orchestrator.prompt_index import PromptIndex
 from rollout.records import Purpose, Visit
 
 
@@ -33,7 +42,12 @@ class LedgerError(RuntimeError):
 
 
 class State(StrEnum):
+    """Of an open visit, in this order."""
+
     PICKED = "picked"
+    RUNNING = "running"
+    FINISHED = "finished"
+    SCORED = "scored"
     KEPT = "kept"
 
 
@@ -43,6 +57,15 @@ class Pick:
 
     order: int
     visit: Visit
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A visit that has not ended."""
+
+    pick: Pick
+    state: State
+    since: int  # steps that had ended when it was first picked
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +96,40 @@ class Length:
 
 
 class Ledger:
-    """Visits of the training prompts of one run."""
+    """Visits of the training prompts of one run, and what they have shown of these."""
 
-    def __init__(self, prompt_ids: Sequence[str], *, length: Length, seed: int, shuffle: bool, max_visits: int | None) -> None:
-        """``max_visits`` bounds the run (``data.num_epochs``); None leaves it to the number of steps."""
-        self._ids = tuple(prompt_ids)
+    def __init__(
+        self,
+        ids: Sequence[str],
+        strata: Sequence[str],
+        config: LedgerConfig,
+        *,
+        length: Length,
+        seed: int,
+        shuffle: bool,
+        max_visits: int | None,
+    ) -> None:
+        """``strata`` are those of the prompts, in the order of ``ids``. ``max_visits`` bounds the run (``data.num_epochs``); None leaves
+        it to the number of steps. Raises ConfigError for ids that cannot be told apart."""
+        self.prompts = PromptIndex(ids)
+        self._config = config
         self._length = length
         self._seed = seed
         self._shuffle = shuffle
         self._max_visits = max_visits
-        self._num_visits: Counter[str] = Counter()
+        numbers: dict[str, int] = {}
+        stratum = np.fromiter((numbers.setdefault(name, len(numbers)) for name in strata), dtype=np.int32, count=len(ids))
+        self._strata = dict(zip(numbers, np.bincount(stratum, minlength=1).tolist(), strict=False))  # prompts by name, in order
+        self.rates = PassRates(stratum, len(numbers), config.half_life_versions)
+        self.answers = AnswerCounts(len(ids))
+        self._num_visits = np.zeros(len(ids), dtype=np.int32)
         self._num_picks = 0  # picks made so far; a visit queued again is picked under its old place
-        self._epoch_order: tuple[int, np.ndarray[Any, Any]] | None = None
-        self._open: dict[Visit, tuple[Pick, State]] = {}
-        self._again: list[Pick] = []  # in the order of their picks
+        self._num_steps = 0
+        self._epoch_order: tuple[int, NDArray[np.int32]] | None = None
+        self._open: dict[Visit, Entry] = {}
+        self._again: list[Entry] = []  # in the order of their picks
+        self._observed: dict[int, tuple[Visit, Observation]] = {}  # in the step in hand, by the order of the pick
+        self._dropped: dict[int, tuple[Entry, str]] = {}  # likewise, with the reason
         self.counts: Counter[str] = Counter()  # picked, kept, trained, dropped/<reason>, requeued/<reason>
 
     @property
@@ -95,9 +138,24 @@ class Ledger:
         return len(self._open)
 
     @property
+    def num_by_state(self) -> Counter[State]:
+        """Open visits."""
+        return Counter(entry.state for entry in self._open.values())
+
+    def state_of(self, visit: Visit) -> State | None:
+        """None where it is not open."""
+        return self._open[visit].state if visit in self._open else None
+
+    @property
     def used_up(self) -> bool:
         """No visit of the run is left to pick: ``data.num_epochs`` is reached."""
         return self._max_visits is not None and self._num_picks >= self._max_visits and not self._again
+
+    @property
+    def nbytes(self) -> int:
+        """Of everything that grows with the number of prompts, but for their ids."""
+        epoch = self._epoch_order[1].nbytes if self._epoch_order else 0
+        return self.prompts.nbytes + self.rates.nbytes + self.answers.nbytes + self._num_visits.nbytes + epoch
 
     def step_budget(self) -> int | None:
         """How many new visits the step that starts now may pick; None where nothing bounds them.
@@ -110,95 +168,185 @@ class Ledger:
         to_epoch_end = self._length.visits_per_epoch - self._num_picks % self._length.visits_per_epoch + len(self._again)
         return to_epoch_end if left is None else min(left, to_epoch_end)
 
+    # ---- what becomes of a visit ------------------------------------------------------------------------------------
+
     def pick(self, count: int) -> list[Pick]:
         """The next ``count`` visits of the order, those queued again first."""
-        picks, self._again = self._again[:count], self._again[count:]
-        picks += [self._new_pick() for _ in range(count - len(picks))]
-        for pick in picks:
-            self._open[pick.visit] = (pick, State.PICKED)
-        return picks
+        entries, self._again = self._again[:count], self._again[count:]
+        entries += [Entry(self._new_pick(), State.PICKED, self._num_steps) for _ in range(count - len(entries))]
+        self._open |= {entry.pick.visit: entry for entry in entries}
+        return [entry.pick for entry in entries]
 
     def _new_pick(self) -> Pick:
-        epoch, place = divmod(self._num_picks, self._length.visits_per_epoch)
+        epoch, at = divmod(self._num_picks, self._length.visits_per_epoch)
         if self._epoch_order is None or self._epoch_order[0] != epoch:
-            order = np.random.default_rng([self._seed, epoch]).permutation(len(self._ids))
-            self._epoch_order = (epoch, order if self._shuffle else np.arange(len(self._ids)))
-        prompt_id = self._ids[self._epoch_order[1][place]]
-        pick = Pick(self._num_picks, Visit(prompt_id, self._num_visits[prompt_id], Purpose.TRAIN))
-        self._num_visits[prompt_id] += 1
+            order = np.random.default_rng([self._seed, epoch]).permutation(len(self.prompts))
+            self._epoch_order = (epoch, (order if self._shuffle else np.arange(len(self.prompts))).astype(np.int32))
+        prompt = self._epoch_order[1][at]
+        pick = Pick(self._num_picks, Visit(self.prompts.ids[prompt], int(self._num_visits[prompt]), Purpose.TRAIN))
+        self._num_visits[prompt] += 1
         self._num_picks += 1
         self.counts["picked"] += 1
         return pick
 
+    def run(self, visits: Iterable[Visit]) -> None:
+        """They are handed to the engines."""
+        for visit in visits:
+            self._move(visit, State.PICKED, State.RUNNING)
+
+    def finish(self, visit: Visit) -> None:
+        """An engine handed over its group, which is now being scored."""
+        self._move(visit, State.RUNNING, State.FINISHED)
+
+    def score(self, visit: Visit, observation: Observation) -> None:
+        """Its group has its scores. What they say of the prompt is taken up when the step closes."""
+        order = self._move(visit, State.FINISHED, State.SCORED).pick.order
+        self._observed[order] = (visit, observation)
+
     def keep(self, visit: Visit) -> None:
         """Its group passed selection."""
-        self._open[visit] = (self._state(visit, State.PICKED), State.KEPT)
+        self._move(visit, State.SCORED, State.KEPT)
         self.counts["kept"] += 1
-
-    def drop(self, visit: Visit, reason: str) -> None:
-        """It will not be trained, for a reason that is counted."""
-        self._state(visit, State.PICKED, State.KEPT)
-        del self._open[visit]
-        self.counts[f"dropped/{reason}"] += 1
 
     def train(self, visits: Sequence[Visit]) -> None:
         """The step that trained them has its version proven on the engines."""
         for visit in visits:
-            self._state(visit, State.KEPT)
+            self._entry(visit, State.KEPT)
+        for visit in visits:
             del self._open[visit]
         self.counts["trained"] += len(visits)
 
+    def drop(self, visit: Visit, reason: str) -> None:
+        """It will not be trained, for a reason that is counted."""
+        entry = self._entry(visit, *State)
+        del self._open[visit]
+        self._dropped[entry.pick.order] = (entry, reason)
+        self.counts[f"dropped/{reason}"] += 1
+
     def requeue(self, visit: Visit, reason: str) -> None:
-        """Its group is lost or surplus; it keeps its number and its place in the order, and is picked before new visits."""
-        bisect.insort(self._again, self._state(visit, State.PICKED, State.KEPT), key=lambda pick: pick.order)
-        self.counts["kept"] -= self._open.pop(visit)[1] is State.KEPT
-        self.counts[f"requeued/{reason}"] += 1
+        """Its group is lost or surplus; it keeps its number and its place in the order, and is picked before new visits. What an
+        earlier step has taken up of it stays."""
+        entry = self._entry(visit, *State)
+        del self._open[visit]
+        self.counts["kept"] -= entry.state is State.KEPT
+        self._ask_again(entry, reason)
 
     def take_back(self, pick: Pick, reason: str) -> None:
-        """Undoes a drop: the visit lies beyond a full batch, and whether it was judged before that was full is chance."""
-        bisect.insort(self._again, pick, key=lambda pick: pick.order)
+        """Undoes a drop of the step in hand: the visit lies beyond a full batch, and whether it was judged before that was full is
+        chance."""
+        entry, dropped_for = self._dropped.get(pick.order, (None, None))
+        if entry is None or dropped_for != reason or entry.pick != pick:
+            raise LedgerError(
+                f"visit {pick.visit.number} of prompt {pick.visit.prompt_id} was not dropped for {reason} in this step"
+            )
+        del self._dropped[pick.order]
         self.counts[f"dropped/{reason}"] -= 1
-        self.counts["requeued/surplus"] += 1
+        self._ask_again(entry, "surplus")
 
-    def _state(self, visit: Visit, *allowed: State) -> Pick:
+    def _ask_again(self, entry: Entry, reason: str) -> None:
+        self._observed.pop(entry.pick.order, None)  # it will be scored anew
+        bisect.insort(self._again, replace(entry, state=State.PICKED), key=_order)
+        self.counts[f"requeued/{reason}"] += 1
+
+    def _move(self, visit: Visit, before: State, after: State) -> Entry:
+        entry = self._open[visit] = replace(self._entry(visit, before), state=after)
+        return entry
+
+    def _entry(self, visit: Visit, *allowed: State) -> Entry:
         if visit not in self._open:
             raise LedgerError(f"visit {visit.number} of prompt {visit.prompt_id} is not open")
-        pick, state = self._open[visit]
-        if state not in allowed:
-            raise LedgerError(f"visit {visit.number} of prompt {visit.prompt_id} is {state}, needs {' or '.join(allowed)}")
-        return pick
+        entry = self._open[visit]
+        if entry.state not in allowed:
+            raise LedgerError(f"visit {visit.number} of prompt {visit.prompt_id} is {entry.state}, needs {' or '.join(allowed)}")
+        return entry
+
+    # ---- the end of a step ------------------------------------------------------------------------------------------
+
+    def close_step(self, version: int) -> list[Entry]:
+        """Takes up what the step's groups, made by ``version``, showed of their prompts. Returns the visits that have now been open
+        for ``stuck_after_steps`` steps."""
+        groups = [self._observed[order] for order in sorted(self._observed)]
+        prompts = [self._place(visit.prompt_id) for visit, _ in groups]
+        of_groups = [(observation.num_right, observation.num_valid) for _, observation in groups]
+        right, valid = np.array(of_groups, dtype=np.int64).reshape(-1, 2).T
+        self.rates.add(np.array(prompts, dtype=np.int64), right, valid, version)
+        for prompt, (_, observation) in zip(prompts, groups, strict=True):
+            self.answers.add(prompt, observation.answers)
+        self._observed.clear()
+        self._dropped.clear()
+        self._num_steps += 1
+        stuck = self._num_steps - self._config.stuck_after_steps
+        return sorted((entry for entry in self._open.values() if entry.since == stuck), key=_order)
+
+    def _place(self, prompt_id: str) -> int:
+        place = self.prompts.find(prompt_id)
+        if place is None:
+            raise LedgerError(f"prompt {prompt_id} is none of this run's")
+        return place
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Everything a resumed run needs, as JSON. Kept visits stay open: a checkpoint carries their groups. Those in flight are
-        queued again."""
-        in_flight = [pick for pick, state in self._open.values() if state is State.PICKED]
-        kept = [pick for pick, state in self._open.values() if state is State.KEPT]
+        """What a resumed run needs beside ``arrays`` of the same moment, as JSON. Kept visits stay open: a checkpoint carries their
+        groups. Those in flight will be queued again."""
         return {
             "num_picks": self._num_picks,
-            "num_visits": dict(self._num_visits),
-            "again": _rows([*self._again, *in_flight]),
-            "kept": _rows(kept),
+            "num_steps": self._num_steps,
+            "open": [_row(entry) for entry in sorted(self._open.values(), key=_order)],
+            "again": [_row(entry) for entry in self._again],
+            "observed": [
+                [order, visit.prompt_id, visit.number, seen.num_right, seen.num_valid, list(seen.answers)]
+                for order, (visit, seen) in sorted(self._observed.items())
+            ],
+            "dropped": [[*_row(entry), reason] for _, (entry, reason) in sorted(self._dropped.items())],
             "counts": dict(self.counts),
+            "strata": self._strata,
+            "half_life_versions": self._config.half_life_versions,
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Takes up the state of a checkpoint. Raises ConfigError for a prompt that this run does not have."""
-        unknown = set(state["num_visits"]) - set(self._ids)
-        if unknown:
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """What is known of every prompt that was asked, one row each in the order of their hashes, and of the strata."""
+        places, hashes = self.prompts.where(self._num_visits > 0)
+        own: dict[str, NDArray[Any]] = {"prompt": hashes, "num_visits": self._num_visits[places]}
+        return own | self.rates.arrays(places) | self.answers.arrays(places)
+
+    def restore(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Takes up what a checkpoint holds, whatever came since. Raises ConfigError for a prompt that this run does not have."""
+        places = self.prompts.find_hashes(arrays["prompt"])
+        if (places < 0).any():
             raise ConfigError(
-                f"resume: the checkpoint knows {len(unknown)} prompts that the data no longer has, such as {min(unknown)!r}; "
+                f"resume: the checkpoint knows {(places < 0).sum()} prompts that the data no longer has, of {len(places)} that were asked; "
                 "resume with the data the run was started with"
             )
-        self._num_picks = state["num_picks"]
-        self._num_visits = Counter(state["num_visits"])
-        self._again = _picks(state["again"])
-        self._open = {pick.visit: (pick, State.KEPT) for pick in _picks(state["kept"])}
+        rows = {name: row for row, name in enumerate(state["strata"])}
+        self._num_visits[:] = 0
+        self._num_visits[places] = arrays["num_visits"]
+        self.rates.restore(places, arrays, np.array([rows.get(name, -1) for name in self._strata], dtype=np.int64))
+        self.answers.restore(places, arrays)
+        self._num_picks, self._num_steps = state["num_picks"], state["num_steps"]
+        entries = [read_entry(row) for row in state["open"]]
+        self._open = {entry.pick.visit: entry for entry in entries if entry.state is State.KEPT}
+        in_flight = [replace(entry, state=State.PICKED) for entry in entries if entry.state is not State.KEPT]
+        self._again = sorted([*map(read_entry, state["again"]), *in_flight], key=_order)
+        self._dropped = {row[0]: (read_entry(row[:-1]), row[-1]) for row in state["dropped"]}
+        asked_again = {entry.pick.order for entry in in_flight}
+        self._observed = {
+            order: (Visit(prompt_id, number, Purpose.TRAIN), Observation(num_right, num_valid, tuple(answers)))
+            for order, prompt_id, number, num_right, num_valid, answers in state["observed"]
+            if order not in asked_again
+        }
         self.counts = Counter(state["counts"])
 
 
-def _rows(picks: Iterable[Pick]) -> list[list[Any]]:
-    return [[pick.order, pick.visit.prompt_id, pick.visit.number] for pick in sorted(picks, key=lambda pick: pick.order)]
+def _order(entry: Entry) -> int:
+    return entry.pick.order
 
 
-def _picks(rows: Iterable[Sequence[Any]]) -> list[Pick]:
-    return [Pick(order, Visit(prompt_id, number, Purpose.TRAIN)) for order, prompt_id, number in rows]
+def _row(entry: Entry) -> list[Any]:
+    return [entry.pick.order, entry.pick.visit.prompt_id, entry.pick.visit.number, str(entry.state), entry.since]
+
+
+def read_entry(row: Sequence[Any]) -> Entry:
+    """A row of ``open`` or ``again`` in a ledger's state."""
+    order, prompt_id, number, state, since = row
+    return Entry(Pick(order, Visit(prompt_id, number, Purpose.TRAIN)), State(state), since)

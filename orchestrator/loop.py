@@ -30,8 +30,9 @@ from configs.schema import DeadlinesConfig, WhenShort
 from learner.selection import Decision
 from orchestrator.errors import RunStopped
 from orchestrator.handles import Fleet, LearnerHandle, Lost, Observer, Pusher, Scorer
-from orchestrator.ledger import Ledger, Pick
+from orchestrator.ledger import Ledger, Pick, State
 from orchestrator.metrics import pass_rate_histogram, status_counts
+from orchestrator.pass_rates import observe
 from orchestrator.stages import Batch, Finished, Judged, Kept, LoopState, Scored, StepOutcome
 from orchestrator.waits import Waits
 from rollout.records import Consequence, GroupMeta, Score, Status, Visit
@@ -159,9 +160,16 @@ class Loop:
         self.between_steps = True
         metrics["time/step_s"] = time.monotonic() - started
         outcome = StepOutcome(batch, tuple(self._seen), dict(self._dropped), metrics)
+        self._close_step(batch.version)
         self._begin_step()  # what is scored while the observer works belongs to the next step
         await self._observer.after_step(outcome)
         return None
+
+    def _close_step(self, version: int) -> None:
+        for entry in self._ledger.close_step(version):
+            visit = entry.pick.visit
+            fields = {"prompt_id": visit.prompt_id, "visit": visit.number, "order": entry.pick.order, "state": entry.state}
+            self._observer.event("visit_stuck", step=self.step, since_step=entry.since, **fields)
 
     def _begin_step(self) -> None:
         self._num_picked = 0
@@ -192,6 +200,8 @@ class Loop:
         return [pick.visit for pick in picks]
 
     async def _submit(self, visits: list[Visit]) -> None:
+        visits = [visit for visit in visits if visit in self._running]  # the rest became surplus before this task began
+        self._ledger.run(visits)
         if visits:
             await self._engines(self._fleet.submit(visits), "taking new visits")
 
@@ -233,9 +243,12 @@ class Loop:
         self._num_picked -= 1  # it is no new visit of the step
 
     async def _score(self, finished: Sequence[Finished]) -> None:
-        wanted = [item for item in finished if self._wants(item.meta)]  # the rest was cancelled
+        # The rest was cancelled, or is the second answer of an engine that had made a group before it was told to stop
+        wanted = [f for f in finished if self._wants(f.meta) and self._ledger.state_of(f.meta.visit) is State.RUNNING]
         if not wanted:
             return
+        for group in wanted:
+            self._ledger.finish(group.meta.visit)
         # The pool serves every parcel under way, and each completion may take its whole time limit before its status says so.
         queued = sum(len(item.meta.num_tokens) for item in finished) * max(1, len(self._running))
         deadline_s = self._settings.deadlines.score_s + queued * self._settings.verifier_s
@@ -258,6 +271,7 @@ class Loop:
         if not proven:
             self._ask_again(pick, "unproven")
             return
+        self._ledger.score(pick.visit, observe(scored.scores))
         reason = _dropped_by_policy(scored.scores) or self._select(scored.scores).reason
         self._judged[pick.order] = Judged(pick, scored, reason)
         if reason is not None:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 
+import numpy as np
 import pytest
 
 from configs.errors import ConfigError
@@ -16,6 +17,7 @@ from orchestrator.errors import RunStopped
 from orchestrator.shared_folder import look_from, prove_shared
 
 WRITTEN = ["learner/rank-000.bin", "learner/rank-001.bin", "model/model.safetensors"]
+ARRAYS = {"prompt": np.array([3, 2**64 - 1], dtype=np.uint64), "right": np.array([0.1, 0.0], dtype=np.float32)}
 TEXTS = {"groups.jsonl": '{"order": 3}\n', "config.yaml": "seed: 7\n"}
 
 
@@ -36,7 +38,7 @@ def open_run(run, keep_last=2, keep_best=False):
 
 
 async def write(checkpoints, step, save=save, pass_at_1=None):
-    return await checkpoints.write({"step": step, "version": step}, TEXTS, save, pass_at_1=pass_at_1)
+    return await checkpoints.write({"step": step, "version": step}, ARRAYS, TEXTS, save, pass_at_1=pass_at_1)
 
 
 def names(run):
@@ -49,6 +51,9 @@ async def test_the_newest_is_found_and_old_ones_are_rotated(run):
     found = find_checkpoint(run, print)
     assert found.step == 30
     assert found.group_rows() == [{"order": 3}]
+    read = found.ledger_arrays()
+    assert read.keys() == ARRAYS.keys()
+    assert all(read[name].dtype == array.dtype and (read[name] == array).all() for name, array in ARRAYS.items())
     assert (found.folder / "config.yaml").read_text() == "seed: 7\n"
     assert names(run) == ["step-000020", "step-000030"]
 
@@ -89,7 +94,7 @@ async def test_one_flipped_byte_is_found(run):
         find_checkpoint(run, print)
 
 
-FILES = [*WRITTEN, "state.json.partial", "groups.jsonl", "config.yaml", "manifest.json.partial"]
+FILES = [*WRITTEN, "state.json.partial", "ledger.npz", "groups.jsonl", "config.yaml", "manifest.json.partial"]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -228,7 +233,7 @@ async def test_an_old_one_that_cannot_be_taken_away_yet_goes_with_the_next_save(
 async def test_the_manifest_lists_every_file(run):
     folder = await write(open_run(run), 10)
     files = json.loads((folder / "manifest.json").read_text())["files"]
-    assert set(files) == {*WRITTEN, *TEXTS, "state.json"}
+    assert set(files) == {*WRITTEN, *TEXTS, "state.json", "ledger.npz"}
 
 
 async def test_a_damaged_one_neither_stands_in_the_way_of_its_step_nor_counts(run):

@@ -5,21 +5,39 @@ from __future__ import annotations
 import json
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.errors import ConfigError
-from configs.schema import LastBatch
-from orchestrator.ledger import Ledger, LedgerError, Length
+from configs.schema import LastBatch, LedgerConfig
+from orchestrator.ledger import Ledger, LedgerError, Length, State
+from orchestrator.pass_rates import Observation
 from rollout.records import Purpose, Visit
 
+SEEN = Observation(1, 4, (7,))
 TEN = [f"p{i}" for i in range(10)]
 
 
 def make(ids=TEN, *, per_step=4, last=LastBatch.wrap, seed=0, shuffle=True, max_visits=None):
     length = Length(len(ids), per_step, last)
-    return Ledger(ids, length=length, seed=seed, shuffle=shuffle, max_visits=max_visits)
+    strata = ["even" if i % 2 == 0 else "odd" for i in range(len(ids))]
+    return Ledger(ids, strata, LedgerConfig(), length=length, seed=seed, shuffle=shuffle, max_visits=max_visits)
+
+
+def advance(ledger, visits, to=State.KEPT, seen=SEEN):
+    """Moves picked visits on to a state."""
+    for visit in visits:
+        moves = (
+            (State.RUNNING, lambda v: ledger.run([v])),
+            (State.FINISHED, ledger.finish),
+            (State.SCORED, lambda v: ledger.score(v, seen)),
+            (State.KEPT, ledger.keep),
+        )
+        for state, move in moves[: list(State).index(to)]:
+            move(visit)
+            assert ledger.num_by_state[state] > 0
 
 
 def run_epochs(ledger: Ledger, per_step: int) -> list[list[str]]:
@@ -28,8 +46,7 @@ def run_epochs(ledger: Ledger, per_step: int) -> list[list[str]]:
     while not ledger.used_up:
         budget = ledger.step_budget()
         picks = ledger.pick(per_step if budget is None else min(per_step, budget))
-        for pick in picks:
-            ledger.keep(pick.visit)
+        advance(ledger, [pick.visit for pick in picks])
         ledger.train([pick.visit for pick in picks])
         steps.append([pick.visit.prompt_id for pick in picks])
     return steps
@@ -87,24 +104,70 @@ def test_a_second_visit_has_the_next_number():
     assert len(set(numbers)) == 30
 
 
-def test_states_are_guarded():
+MOVES = {
+    "run": (lambda ledger, visit: ledger.run([visit]), {State.PICKED}),
+    "finish": (lambda ledger, visit: ledger.finish(visit), {State.RUNNING}),
+    "score": (lambda ledger, visit: ledger.score(visit, Observation(0, 4, ())), {State.FINISHED}),
+    "keep": (lambda ledger, visit: ledger.keep(visit), {State.SCORED}),
+    "train": (lambda ledger, visit: ledger.train([visit]), {State.KEPT}),
+    "drop": (lambda ledger, visit: ledger.drop(visit, "x"), set(State)),
+    "requeue": (lambda ledger, visit: ledger.requeue(visit, "x"), set(State)),
+}
+
+
+@pytest.mark.parametrize("state", State)
+@pytest.mark.parametrize("move", MOVES)
+def test_a_move_is_made_from_its_own_states_alone(move, state):
+    make_it, allowed = MOVES[move]
+    ledger = make()
+    visit = ledger.pick(1)[0].visit
+    advance(ledger, [visit], state)
+    before = (ledger.state(), Counter(ledger.counts))
+    if state in allowed:
+        make_it(ledger, visit)
+        assert ledger.num_by_state[state] == 0
+    else:
+        with pytest.raises(LedgerError, match=rf"visit 0 of prompt {visit.prompt_id} is {state}, needs {min(allowed)}"):
+            make_it(ledger, visit)
+        assert (ledger.state(), ledger.counts) == before, "an illegal move changes nothing"
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("end", ["drop", "train", "requeue"])
+def test_a_visit_that_has_ended_does_not_move(move, end):
+    ledger = make()
+    visit = ledger.pick(1)[0].visit
+    advance(ledger, [visit])
+    MOVES[end][0](ledger, visit)
+    with pytest.raises(LedgerError, match="is not open"):
+        MOVES[move][0](ledger, visit)
+
+
+def test_of_a_batch_all_are_trained_or_none():
     ledger = make()
     first, second = (pick.visit for pick in ledger.pick(2))
+    advance(ledger, [first])
     with pytest.raises(LedgerError, match="is picked, needs kept"):
-        ledger.train([first])
-    ledger.keep(first)
+        ledger.train([first, second])
+    assert ledger.counts["trained"] == 0
+    assert ledger.num_open == 2
+
+
+def test_what_became_of_visits_is_counted():
+    ledger = make()
+    first, second, third = (pick.visit for pick in ledger.pick(3))
+    advance(ledger, [first, third])
     ledger.train([first])
-    with pytest.raises(LedgerError, match="is not open"):
-        ledger.drop(first, "late")
     ledger.drop(second, "zero_variance")
+    ledger.drop(third, "late")
     assert ledger.num_open == 0
-    assert ledger.counts == {"picked": 2, "kept": 1, "trained": 1, "dropped/zero_variance": 1}
+    assert ledger.counts == {"picked": 3, "kept": 2, "trained": 1, "dropped/zero_variance": 1, "dropped/late": 1}
 
 
 def test_a_requeued_visit_keeps_number_and_place():
     ledger = make()
     picks = ledger.pick(3)
-    ledger.keep(picks[0].visit)
+    advance(ledger, [picks[0].visit])
     ledger.requeue(picks[1].visit, "lost")
     ledger.requeue(picks[0].visit, "surplus")
     assert ledger.num_open == 1
@@ -112,28 +175,101 @@ def test_a_requeued_visit_keeps_number_and_place():
     assert ledger.counts == {"picked": 4, "kept": 0, "requeued/lost": 1, "requeued/surplus": 1}
 
 
+def test_only_a_drop_of_the_step_in_hand_is_taken_back():
+    ledger = make()
+    one, two, _ = ledger.pick(3)
+    advance(ledger, [one.visit, two.visit], State.SCORED)
+    ledger.drop(one.visit, "x")
+    ledger.drop(two.visit, "x")
+    with pytest.raises(LedgerError, match="was not dropped for y in this step"):
+        ledger.take_back(one, "y")
+    ledger.take_back(one, "x")
+    with pytest.raises(LedgerError, match="was not dropped for x in this step"):
+        ledger.take_back(one, "x")
+    assert ledger.counts == {"picked": 3, "dropped/x": 1, "requeued/surplus": 1}
+    ledger.close_step(0)
+    assert seen_of(ledger, one.visit.prompt_id) == 0, "what it showed went with it"
+    assert seen_of(ledger, two.visit.prompt_id) == 4
+    with pytest.raises(LedgerError, match="was not dropped for x in this step"):
+        ledger.take_back(two, "x")
+    assert ledger.pick(1) == [one]
+    assert ledger.num_open == 2
+
+
+def seen_of(ledger, prompt_id, version=0):
+    """Decayed completions behind a prompt's posterior."""
+    place = ledger.prompts.find(prompt_id)
+    prior = ledger.rates.priors(version)[ledger.rates.stratum[place]].sum()
+    return round(float(ledger.rates.posteriors(np.array([place]), version)[0].sum() - prior), 6)
+
+
+def test_what_a_step_shows_is_taken_up_when_it_closes_and_in_pick_order():
+    """Whatever finishes first; and no group is judged by a posterior that holds its own result."""
+    shown = {order: Observation(order % 5, 4, (order, 7)) for order in range(24)}
+    ledgers = []
+    for turn in (1, -1, 7):
+        ledger = make()  # of ten prompts: 24 visits come back to each two or three times
+        for version in range(2):
+            picks = ledger.pick(12)
+            before = ledger.rates.posteriors(np.arange(10), version).tobytes()
+            for pick in picks[::turn] if abs(turn) == 1 else [picks[i * turn % 12] for i in range(12)]:
+                advance(ledger, [pick.visit], State.SCORED, shown[pick.order])
+            assert ledger.rates.posteriors(np.arange(10), version).tobytes() == before
+            ledger.close_step(version)
+            assert ledger.rates.posteriors(np.arange(10), version).tobytes() != before
+            for pick in picks:
+                ledger.drop(pick.visit, "x")
+        ledgers.append(ledger)
+    arrays = [{name: array.tobytes() for name, array in ledger.arrays().items()} for ledger in ledgers]
+    assert arrays[0] == arrays[1] == arrays[2]
+    assert ledgers[0].answers.of(0)[0][7] > 1
+
+
+def test_visits_open_for_long_are_told_of_once():
+    ledger = make()
+    stuck = ledger.pick(2)
+    for step in range(1, 25):
+        others = ledger.pick(1)
+        told = ledger.close_step(step)
+        assert [entry.pick for entry in told] == (stuck if step == LedgerConfig().stuck_after_steps else [])
+        ledger.drop(others[0].visit, "x")
+        if step == 20:
+            ledger.drop(stuck[0].visit, "x")
+
+
 @given(st.data())
 def test_a_restored_ledger_goes_on_as_the_unbroken_one(data):
-    """What was in flight at the checkpoint is picked again first, what was kept stays open; new picks follow the same order."""
+    """What was in flight at the checkpoint is picked again first, what was kept stays open; new picks follow the same order, and what is
+    known of every prompt is the same bit for bit, in the middle of a step too."""
     ledger = make(last=LastBatch.wrap)
     in_flight, kept = [], []
-    for _ in range(data.draw(st.integers(0, 5))):
+    for version in range(data.draw(st.integers(0, 5))):
         for pick in ledger.pick(data.draw(st.integers(0, 7))):
-            fate = data.draw(st.sampled_from(["in_flight", "drop", "keep", "train"]))
+            fate = data.draw(st.sampled_from([*list(State)[:3], "drop", State.KEPT, "train"]))
+            seen = Observation(data.draw(st.integers(0, 4)), 4, tuple(data.draw(st.lists(st.integers(0, 2**64 - 1), max_size=4))))
             if fate == "drop":
+                advance(ledger, [pick.visit], State.SCORED, seen)
                 ledger.drop(pick.visit, "x")
-            elif fate == "in_flight":
-                in_flight.append(pick)
-            else:
-                ledger.keep(pick.visit)
+            elif fate in (State.KEPT, "train"):
+                advance(ledger, [pick.visit], State.KEPT, seen)
                 if fate == "train":
                     ledger.train([pick.visit])
                 else:
                     kept.append(pick)
-    state = json.loads(json.dumps(ledger.state()))
+            else:
+                advance(ledger, [pick.visit], fate)
+                in_flight.append(pick)
+        if data.draw(st.booleans()):
+            ledger.close_step(version)
+    state, arrays = json.loads(json.dumps(ledger.state())), ledger.arrays()
     again = make(last=LastBatch.wrap)
-    again.restore(state)
+    again.restore(state, arrays)
     assert again.num_open == len(kept)
+    for one in (ledger, again):
+        one.close_step(9)
+    assert {name: array.tobytes() for name, array in again.arrays().items()} == {
+        name: array.tobytes() for name, array in ledger.arrays().items()
+    }
     resumed = again.pick(len(in_flight) + 9)
     assert resumed[: len(in_flight)] == sorted(in_flight, key=lambda pick: pick.order)
     assert resumed[len(in_flight) :] == ledger.pick(9)
@@ -146,8 +282,30 @@ def test_a_restored_ledger_goes_on_as_the_unbroken_one(data):
 def test_a_checkpoint_of_other_data_is_refused():
     ledger = make()
     ledger.pick(5)
-    with pytest.raises(ConfigError, match="prompts that the data no longer has"):
-        make(["q1", "q2", "q3", "q4"]).restore(ledger.state())
+    with pytest.raises(ConfigError, match="knows 5 prompts that the data no longer has, of 5 that were asked"):
+        make(["q1", "q2", "q3", "q4"]).restore(ledger.state(), ledger.arrays())
+
+
+def test_data_may_come_in_another_order_and_with_more_prompts():
+    """Numbers and rates belong to the prompts, by their ids; a stratum that is new starts from Beta(1, 1)."""
+    ledger = make()
+    picks = ledger.pick(6)
+    advance(ledger, [pick.visit for pick in picks], State.SCORED)
+    ledger.close_step(3)
+    other = Ledger(
+        ["new", *TEN[::-1]],
+        ["third", *("odd" if i % 2 else "even" for i in range(9, -1, -1))],
+        LedgerConfig(),
+        length=Length(11, 4, LastBatch.wrap),
+        seed=5,
+        shuffle=True,
+        max_visits=None,
+    )
+    other.restore(ledger.state(), ledger.arrays())
+    for name in TEN:
+        ours, theirs = (one.rates.posteriors(np.array([one.prompts.find(name)]), 7) for one in (other, ledger))
+        np.testing.assert_array_equal(ours, theirs)
+    np.testing.assert_allclose(other.rates.posteriors(np.array([0]), 7), [[1.0, 1.0]], rtol=1e-12)
 
 
 def test_visits_of_the_run_are_training_visits():

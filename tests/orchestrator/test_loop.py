@@ -11,12 +11,13 @@ from dataclasses import replace
 import pytest
 
 from configs.errors import ConfigError
-from configs.schema import DeadlinesConfig, LastBatch, WhenShort
+from configs.schema import DeadlinesConfig, LastBatch, LedgerConfig, WhenShort
 from learner.selection import SELECTIONS
 from orchestrator.errors import RunStopped
 from orchestrator.handles import Lost, StepReport
 from orchestrator.ledger import Ledger, Length
 from orchestrator.loop import Loop, LoopSettings
+from orchestrator.pass_rates import Observation
 from orchestrator.stages import Address, Finished, Kept, LoopState, Scored
 from orchestrator.waits import DeadlinePassed, Waits
 from rollout.records import Consequence, GroupMeta, Outcome, Score, Status
@@ -126,6 +127,8 @@ class World:
         length = Length(num_prompts, settings.groups_per_step, last)
         ledger = Ledger(
             [f"p{i}" for i in range(num_prompts)],
+            ["s"] * num_prompts,
+            LedgerConfig(),
             length=length,
             seed=0,
             shuffle=True,
@@ -374,13 +377,13 @@ async def test_a_run_cut_anywhere_goes_on_as_the_unbroken_one(oversample, seed):
     loop = cut.make(settings)
     asyncio.get_running_loop().call_later(0.02 + 0.013 * seed, loop.stop)
     assert await loop.run() == "stopped"
-    state, ledger = loop.state(), json.loads(json.dumps(loop._ledger.state()))
+    state, ledger, arrays = loop.state(), json.loads(json.dumps(loop._ledger.state())), loop._ledger.arrays()
 
     rest = World(seed=200 + seed, drop=drop)
     rest.version = loop.version
     kept = {kept.pick.visit for kept in state.waiting}
     fresh = rest.make(settings)._ledger
-    fresh.restore(ledger)
+    fresh.restore(ledger, arrays)
     assert fresh.num_open == len(kept)
     rest.loop = Loop(
         settings, fresh, (rest,) * 5, SELECTIONS["zero_variance"], Waits(), step=loop.step, version=loop.version, state=state
@@ -399,12 +402,25 @@ async def test_a_run_cut_anywhere_goes_on_as_the_unbroken_one(oversample, seed):
     assert steps_of(cut, rest) == steps_of(whole)
     for name in ("kept", "trained", "dropped/zero_variance_solved"):
         assert fresh.counts[name] == whole.loop._ledger.counts[name]
+    ours, theirs = fresh.arrays(), whole.loop._ledger.arrays()
+    assert all(ours[name].tobytes() == theirs[name].tobytes() for name in theirs), "what is known of prompts, bit for bit"
+
+
+def keep(ledger, count):
+    """Visits as they stand before a step trains them."""
+    picks = ledger.pick(count)
+    ledger.run([pick.visit for pick in picks])
+    for pick in picks:
+        ledger.finish(pick.visit)
+        ledger.score(pick.visit, Observation(1, 2, ()))
+        ledger.keep(pick.visit)
+    return picks
 
 
 def test_a_ledger_and_groups_that_do_not_belong_together_are_refused():
     world = World()
     ledger = world.make()._ledger
-    ledger.keep(ledger.pick(1)[0].visit)
+    keep(ledger, 1)
     with pytest.raises(ValueError, match="1 visits are open at the start, but 0 groups are at hand"):
         Loop(SETTINGS, ledger, (world,) * 5, SELECTIONS["zero_variance"], Waits(), step=0, version=0)
 
@@ -414,8 +430,7 @@ def test_more_groups_than_a_resumed_run_may_have_open_are_refused_with_both_numb
     world = World()
     ledger = world.make()._ledger
     kept = []
-    for pick in ledger.pick(5):
-        ledger.keep(pick.visit)
+    for pick in keep(ledger, 5):
         meta = GroupMeta(pick.visit, "w", 3, (2, 2), (2, 2), 0, 0, 0, 0, 0.0, 0, 0.0)
         kept.append(Kept(pick, Scored(meta, Address(None, 0), (score(1.0), score(0.0)))))
     state = LoopState(waiting=tuple(kept), judged=(), dropped={}, num_picked=0, budget=None)

@@ -276,6 +276,9 @@ def same_end(one, other, step):
     ours, theirs = (read(checkpoint(run, step) / "state.json") for run in (one, other))
     for name in ("step", "version", "ledger", "loop", "evaluation_before"):
         assert ours[name] == theirs[name], name
+    with np.load(checkpoint(one, step) / "ledger.npz") as ours, np.load(checkpoint(other, step) / "ledger.npz") as theirs:
+        for name in ours.keys() | theirs.keys():
+            np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
 
 
 @pytest.fixture(scope="module")
@@ -357,10 +360,10 @@ def test_a_save_that_fails_once_is_told_and_two_in_a_row_end_the_run(bench, monk
     """The disk is full at step 2, and again from step 4 on: what was saved stands, and is what a resume takes."""
     real = Job._write
 
-    async def full(self, state, held):
+    async def full(self, state, *rest):
         if state["step"] in (2, 4, 5):
             raise OSError(28, "No space left on device")
-        return await real(self, state, held)
+        return await real(self, state, *rest)
 
     monkeypatch.setattr(Job, "_write", full)
     with pytest.raises(SaveFailed, match=r"checkpoint of step 5 could not be written .*No space left.*step-000003 stands"):
