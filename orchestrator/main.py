@@ -29,6 +29,7 @@ class Verb:
     detail: str
     function: str
     takes_config: bool = True
+    argument: str = ""  # what a verb without a configuration takes: RUN, or [RUN] where it may be left out
     checks_functions: bool = True  # the functions it chooses: that imports torch, which a verb without them can spare
     refuses: bool = True  # combinations that cannot mean what they say
     flags: tuple[str, ...] = ()  # options of its own, each with a value
@@ -108,6 +109,14 @@ VERBS = {
         "overrides.",
         "orchestrator.doctor:doctor",
         takes_config=False,
+    ),
+    "ledger": Verb(
+        "what became of every prompt visit of a run",
+        "Reads the folder of a run that goes on or has ended: visits by what became of them and why, prompts by stratum and by where their\n"
+        "estimated pass rate lies, visits that have been open for long, and work that a return to a checkpoint discarded.",
+        "orchestrator.ledger_view:ledger",
+        takes_config=False,
+        argument="RUN",
     ),
 }
 
@@ -201,9 +210,7 @@ def _run(call: Call) -> int:
         print(describe(call.verb), end="")
         return 0
     if not verb.takes_config:
-        if call.overrides or call.config_dir or call.print_config:
-            raise InputError(f"limen {call.verb} takes no options or overrides")
-        return int(resolve_name(verb.function)())
+        return int(resolve_name(verb.function)(*_plain_arguments(call, verb)))
     if call.flags:
         return int(resolve_name(verb.flagged)(call.flags, call.overrides, call.config_dir))
     config = load_config(call.overrides, call.config_dir, combinations=verb.refuses)
@@ -213,6 +220,19 @@ def _run(call: Call) -> int:
     if verb.checks_functions:
         resolve_name("orchestrator.choices:check_functions")(config)
     return int(resolve_name(verb.function)(config))
+
+
+def _plain_arguments(call: Call, verb: Verb) -> list[Path]:
+    """The run's folder, of a verb that takes no configuration."""
+    least, most = int(verb.argument == "RUN"), int(bool(verb.argument))
+    if call.config_dir or call.print_config or not least <= len(call.overrides) <= most:
+        takes = (
+            f"takes the folder of a run and nothing else: limen {call.verb} {verb.argument}"
+            if most
+            else "takes no options or overrides"
+        )
+        raise InputError(f"limen {call.verb} {takes}")
+    return [Path(text).expanduser() for text in call.overrides]
 
 
 def overview() -> str:
@@ -232,7 +252,7 @@ def describe(name: str) -> str:
     """What ``limen VERB --help`` prints: the verb, its options, the YAML files and the keys of the configuration."""
     verb = VERBS[name]
     if not verb.takes_config:
-        return f"usage: limen {name}\n\n{verb.detail}\n"
+        return f"usage: limen {f'{name} {verb.argument}'.strip()}\n\n{verb.detail}\n"
     files = "".join(f"  {group}={'|'.join(names)}\n" for group, names in shipped_files().items())
     keys = [(key, item.metadata["help"]) for key, item in schema_keys(Config) if "." not in key]
     width = max(len(key) for key, _ in keys) + 2

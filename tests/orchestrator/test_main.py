@@ -64,12 +64,17 @@ BAD = {
     ("train", "data=jsonl", "data.sources.main.path=none.jsonl"): "limen: data.sources.main.path: no file '{folder}/none.jsonl'",
     ("train", "-m"): "limen: unknown option -m; there are --config-dir, --print-config, --help",
     ("train", "--config-dir"): "limen: --config-dir needs a folder: --config-dir DIR",
-    ("trian",): "limen: unknown verb 'trian'; there are train, build-model, eval, sample, score, serve-reward, explain, plan, doctor",
+    (
+        "trian",
+    ): "limen: unknown verb 'trian'; there are train, build-model, eval, sample, score, serve-reward, explain, plan, doctor, ledger",
     (
         "steps=3",
-    ): "limen: unknown verb 'steps=3'; there are train, build-model, eval, sample, score, serve-reward, explain, plan, doctor; overrides come after the verb",
-    (): "limen: name a verb: train, build-model, eval, sample, score, serve-reward, explain, plan, doctor; `limen --help` explains them",
+    ): "limen: unknown verb 'steps=3'; there are train, build-model, eval, sample, score, serve-reward, explain, plan, doctor, ledger; overrides come after the verb",
+    (): "limen: name a verb: train, build-model, eval, sample, score, serve-reward, explain, plan, doctor, ledger; `limen --help` explains them",
     ("doctor", "steps=3"): "limen: limen doctor takes no options or overrides",
+    ("ledger",): "limen: limen ledger takes the folder of a run and nothing else: limen ledger RUN",
+    ("ledger", "a", "b"): "limen: limen ledger takes the folder of a run and nothing else: limen ledger RUN",
+    ("ledger", "none"): "limen: none: is not the folder of a run",
 }
 
 
