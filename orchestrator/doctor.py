@@ -24,6 +24,8 @@ from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 
+from orchestrator.doctor_run import doctor_run
+
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
 EXIT_FAIL = 2
 IMPORT_LIMIT_S = 180.0
@@ -56,8 +58,10 @@ class Finding:
     fix: str = ""
 
 
-def doctor() -> int:
-    """Check everything, print it, and return 2 where something fails, else 0."""
+def doctor(run: Path | None = None) -> int:
+    """Check everything, print it, and return 2 where something fails, else 0; or tell of a run, given its folder."""
+    if run is not None:
+        return doctor_run(run)
     findings = [check_python(sys.version_info[:2])]
     installed = {d.metadata["Name"].lower(): d.version for d in metadata.distributions() if d.metadata["Name"]}
     findings += check_versions([Requirement(text) for text in metadata.requires("limen") or ()], installed)

@@ -21,7 +21,15 @@ from orchestrator.run_folder import HEARTBEAT, STACKS
 LATE_BEATS = 4  # heartbeats missed before that is worth a word
 MOST_TOLD = 5  # of each kind of event, the last ones
 STRAINED = 0.5  # share of its deadline after which a wait is worth a word
-TOLD = ("worker_lost", "worker_replaced", "reward_pool_replaced", "deadline_passed", "alarm", "checkpoint_failed", "driver_blocked")
+TOLD = (
+    "worker_lost",
+    "worker_replaced",
+    "reward_pool_replaced",
+    "deadline_passed",
+    "alarm",
+    "checkpoint_failed",
+    "driver_blocked",
+)
 UNTOLD = {*TOLD, "heartbeat", "started", "stopped", "proven", "evaluated", "checkpoint", "turn", "isolation"}
 
 Row = Mapping[str, Any]
@@ -53,7 +61,7 @@ def doctor_run(folder: Path) -> int:
 def read(folder: Path) -> Story:
     """Takes whatever is there; a line that was cut by a crash is passed over."""
     if not any((folder / name).is_file() for name in ("config.yaml", "events.jsonl", HEARTBEAT)):
-        raise ConfigError(f"{folder}: is no run's folder; name one that `limen train` printed as `run folder`")
+        raise ConfigError(f"{folder}: is not the folder of a run; name one that `limen train` printed as `run folder`")
     story = Story(folder, _object(folder / HEARTBEAT), _object(folder / "summary.json"))
     for event in _rows(folder / "events.jsonl"):
         name = str(event.get("event"))
@@ -98,7 +106,10 @@ def _state(story: Story) -> tuple[bool, str]:
     if status == psutil.STATUS_STOPPED:
         return True, f"{driver} is stopped, by SIGSTOP or SIGTSTP: `kill -CONT {beat['pid']}` lets it go on; {heard}"
     if late:
-        return True, f"{driver} is there ({status}) and its event loop stands still: {heard}, one is due every {beat['every_s']:g} s"
+        return (
+            True,
+            f"{driver} is there ({status}) and its event loop stands still: {heard}, one is due every {beat['every_s']:g} s",
+        )
     return True, f"alive: {driver} runs; {heard}"
 
 
@@ -160,7 +171,7 @@ def _told(event: Row) -> str:
 
 
 def _checkpoint(story: Story) -> str:
-    whole = sorted((story.folder / "checkpoints").glob("step-*/manifest.json"))
+    whole = sorted((story.folder / "checkpoints").glob("step-*[0-9]/manifest.json"))
     if not whole:
         return "none yet"
     age = f", written {_span(time.time() - whole[-1].stat().st_mtime)} ago"
@@ -174,8 +185,9 @@ def _next(story: Story, alive: bool) -> Iterator[str]:
     if alive:
         strained = [wait for wait in beat["waits"] if wait["age_s"] > STRAINED * wait["deadline_s"]]
         for wait in strained:
-            yield f"{wait['owner']} has used {wait['age_s'] / wait['deadline_s']:.0%} of its time for '{wait['name']}'; at its deadline " + (
-                f"the watchdog writes its stacks into {story.folder / STACKS}"
+            yield (
+                f"{wait['owner']} has used {wait['age_s'] / wait['deadline_s']:.0%} of its time for '{wait['name']}'; at its deadline "
+                + (f"the watchdog writes its stacks into {story.folder / STACKS}")
             )
         if story.of("deadline_passed"):
             yield f"read the newest file in {story.folder / STACKS}: it shows what the culprits were doing"
@@ -189,7 +201,11 @@ def _next(story: Story, alive: bool) -> Iterator[str]:
             yield f"read {stacks[-1]}: what the culprits of its last deadline were doing"
         if not story.summary and beat:
             yield "find out who killed the driver: the scheduler, or the kernel for want of memory (`dmesg | grep -i kill`)"
-        yield f"{resume} goes on from its last checkpoint" if saved else "start it anew, in another folder: it has no checkpoint to go on from"
+        yield (
+            f"{resume} goes on from its last checkpoint"
+            if saved
+            else "start it anew, in another folder: it has no checkpoint to go on from"
+        )
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -103,12 +103,14 @@ VERBS = {
         checks_functions=False,
     ),
     "doctor": Verb(
-        "check this machine and its versions",
+        "check this machine and its versions; with a run's folder, what that run is doing",
         "Checks Python, the versions of the packages and whether they load, the machine's memory, limits, ports, compiler, GPU and\n"
         "ways to lock a process in, and names a fix for whatever is wrong. Exits with 2 where something is. Starts no run and takes no\n"
-        "overrides.",
+        "overrides. `limen doctor RUN` reads the folder of a run that goes on or has ended instead, and says in words what it is doing or\n"
+        "was doing: last step, stage, who waits for whom, what was lost and replaced, alarms, last checkpoint, and what to do next.",
         "orchestrator.doctor:doctor",
         takes_config=False,
+        argument="[RUN]",
     ),
     "ledger": Verb(
         "what became of every prompt visit of a run",
