@@ -209,6 +209,17 @@ def find_checkpoint(run_dir: Path, log: Callable[[str], None]) -> Checkpoint:
     raise ConfigError(f"resume={run_dir}: none of its {len(candidates)} checkpoints is whole; start a new run")
 
 
+def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
+    """The newest one that was sealed, its files unread: to look at a run that may go on meanwhile, not to train from."""
+    parent = run_dir / "checkpoints"
+    run = _run_of(parent)
+    for folder in _step_folders(parent)[::-1]:
+        manifest = None if folder.suffix else _read_manifest(folder)
+        if isinstance(manifest, dict) and run in (None, manifest["run"]):
+            return Checkpoint(folder, json.loads((folder / STATE).read_text(encoding="utf-8")))
+    return None
+
+
 def _run_of(parent: Path) -> str | None:
     path = parent / RUN_FILE
     return str(json.loads(path.read_text(encoding="utf-8"))["run"]) if path.is_file() else None

@@ -22,7 +22,7 @@ from __future__ import annotations
 import bisect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -301,7 +301,7 @@ class Ledger:
             "dropped": [[*_row(entry), reason] for _, (entry, reason) in sorted(self._dropped.items())],
             "counts": dict(self.counts),
             "strata": self._strata,
-            "half_life_versions": self._config.half_life_versions,
+            "config": asdict(self._config),
         }
 
     def arrays(self) -> dict[str, NDArray[Any]]:
