@@ -161,7 +161,7 @@ def _told(event: Row) -> str:
         case "deadline_passed":
             culprits = "; ".join(f"{name}: {verdict}" for name, verdict in event["culprits"].items())
             where = f"; stacks: {event['stacks']}" if event["stacks"] else ""
-            return f"{event['owner']} did not finish '{event['name']}' within {_span(event['deadline_s'])}; {culprits or 'no process'}{where}"
+            return f"{event['owner']} did not finish '{event['wait']}' within {_span(event['deadline_s'])}; {culprits or 'no process'}{where}"
         case "alarm":
             return f"step {event['step']}: {event['text']}: {event['advice']} ({event['key']})"
         case "checkpoint_failed":

@@ -116,7 +116,7 @@ class Watchdog:
             portraits = await asyncio.wait_for(self._portraits(wait.owner, budget_s), 1.5 * budget_s)
             return await self._tell(wait, others, portraits)
         except Exception as error:
-            self._event("watchdog_failed", owner=wait.owner, name=wait.name, reason=f"{type(error).__name__}: {error}")
+            self._event("watchdog_failed", owner=wait.owner, wait=wait.name, reason=f"{type(error).__name__}: {error}")
             return ""
 
     async def _portraits(self, owner: str, budget_s: float) -> dict[Process, Portrait | None]:
@@ -129,7 +129,7 @@ class Watchdog:
         title = f"{wait.owner} did not finish '{wait.name}' within {wait.deadline_s:g} s, waited for {wait.age_s:.1f} s"
         fields = {
             "owner": wait.owner,
-            "name": wait.name,
+            "wait": wait.name,
             "deadline_s": wait.deadline_s,
             "waited_s": wait.age_s,
             "stage": self.stage.name,
