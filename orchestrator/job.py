@@ -346,7 +346,7 @@ class Job:
         return self._launcher.actors if hasattr(self, "_launcher") else {}
 
     def _depths(self) -> dict[str, Any]:
-        depths: dict[str, Any] = {"open_visits": self._ledger.num_open, "visits": dict(self._ledger.counts)}
+        depths: dict[str, Any] = {"visits": {str(state): count for state, count in self._ledger.num_by_state.items()}}
         if self._rewards is not None:
             depths |= {"fleet": self._fleet.depths(), "scoring": self._rewards.num_asked}
         return depths

@@ -42,7 +42,7 @@ from orchestrator.proof import (
 )
 from orchestrator.ranks import RayLearner
 from orchestrator.waits import DeadlinePassed, Waits
-from orchestrator.workers import Crew
+from orchestrator.workers import MOST_REPLACEMENTS, Crew
 from rollout.engine import PushError, SwapReport
 from rollout.weights import Manifest
 
@@ -146,7 +146,9 @@ class RayPusher:
                 await self._look_into(version, report.metrics.get("mismatch/same_version"))
                 self._crew.step_proven()
             while not self._crew.proven:
-                await self._crew.fleet.or_failure(asyncio.create_task(self._crew.arrived.wait()))
+                arrival = self._crew.fleet.or_failure(asyncio.create_task(self._crew.arrived.wait()))
+                deadline_s = MOST_REPLACEMENTS * (self._deadlines.close_s + self._deadlines.start_s)
+                await self._waits.wait(arrival, owner="rollout workers", name="a new one to start", deadline_s=deadline_s)
                 await self._in_time(version, self._admit(version))
             self._still.set()
             return _metrics(delivery) | changed | {"push/num_replaced": float(self._crew.num_lost - num_lost)}

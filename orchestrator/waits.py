@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -76,12 +76,19 @@ class Waits:
         finally:
             del self._open[number]
             task.cancel()  # nothing where it is done
+            task.add_done_callback(_heard)
 
     async def passed(self, wait: Wait) -> DeadlinePassed:
         """The error of a wait that is too long, once ``on_breach`` has looked into it."""
         others = [other for other in self.open() if other is not wait]
         found = await self.on_breach(wait, others) if self.on_breach is not None else ""
         return DeadlinePassed(wait, others, found)
+
+
+def _heard(task: asyncio.Future[Any]) -> None:
+    """What a cancelled task still raises is nobody's, and must not be the last word of a run on stderr."""
+    if not task.cancelled():
+        task.exception()
 
 
 class LoopLag:

@@ -84,6 +84,7 @@ class Watchdog:
         self._num_files = 0
         self._beat: asyncio.Task[None] | None = None
         self._own: TextIO | None = None  # the driver's stacks
+        self._own_bytes = 0
 
     def start(self) -> None:
         listen()
@@ -186,8 +187,8 @@ class Watchdog:
         """Has the stacks of the driver written where it does not come back here in time."""
         assert self._own is not None
         faulthandler.dump_traceback_later(self._pulse.limit_s + self._pulse.every_s, file=self._own)
-        if self._own.tell() < (size := os.fstat(self._own.fileno()).st_size):
-            self._own.seek(size)
+        before, self._own_bytes = self._own_bytes, os.fstat(self._own.fileno()).st_size
+        if self._own_bytes > before:
             self._event("driver_blocked", stacks=str(Path(self._own.name).relative_to(self._folder)))
 
     async def _one_beat(self) -> None:
