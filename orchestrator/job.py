@@ -273,7 +273,7 @@ class Job:
             self._waits,
             step=self._step,
             version=self._version,
-            state=await self._start_wait(asyncio.to_thread(_loop_state, self._resumed), "disk", "groups") if self._resumed else None,
+            state=await self._read_state(),
         )
         self._loop = loop
         self._lag = LoopLag()
@@ -294,6 +294,11 @@ class Job:
             await self._to_engines()
             await self._evaluate("after training")
         return reason
+
+    async def _read_state(self) -> LoopState | None:
+        if self._resumed is None:
+            return None
+        return await self._start_wait(asyncio.to_thread(_loop_state, self._resumed), "disk", "groups of the checkpoint")
 
     def _settings(self) -> LoopSettings:
         config = self.config
