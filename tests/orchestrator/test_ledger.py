@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.errors import ConfigError
 from configs.schema import LastBatch, LedgerConfig
+from orchestrator import prompt_index
 from orchestrator.ledger import Ledger, LedgerError, Length, State
 from orchestrator.pass_rates import Observation
 from rollout.records import Purpose, Visit
@@ -306,6 +309,47 @@ def test_data_may_come_in_another_order_and_with_more_prompts():
         ours, theirs = (one.rates.posteriors(np.array([one.prompts.find(name)]), 7) for one in (other, ledger))
         np.testing.assert_array_equal(ours, theirs)
     np.testing.assert_allclose(other.rates.posteriors(np.array([0]), 7), [[1.0, 1.0]], rtol=1e-12)
+
+
+def test_prompts_take_few_bytes():
+    """Ten million prompts cost at most 10^7 times this: 480 MB with the list of their ids, and 1.1 GB more once each has been asked."""
+    count, asked = 200_000, 50_000
+    ids = [f"source/{i}" for i in range(count)]
+    length = Length(count, 64, LastBatch.wrap)
+    ledger = Ledger(ids, ["s"] * count, LedgerConfig(), length=length, seed=0, shuffle=True, max_visits=None)
+    picks = ledger.pick(1)
+    start = ledger.nbytes
+    assert (start + sys.getsizeof(ids)) / count <= 48.5
+    picks += ledger.pick(asked - 1)
+    for pick in picks:
+        advance(ledger, [pick.visit], State.SCORED, Observation(3, 8, (1, 2, 3, 4)))
+        ledger.drop(pick.visit, "x")
+    ledger.close_step(1)
+    assert (ledger.nbytes - start) / asked <= 113
+    assert sum(array.nbytes for array in ledger.arrays().values()) / asked <= 129, "and in a checkpoint"
+    assert len(json.dumps(ledger.state())) < 200 * asked
+    ledger.close_step(2)
+    assert len(json.dumps(ledger.state())) < 1000, "where the state has no line for a prompt"
+
+
+def test_two_ids_with_one_hash_are_refused(monkeypatch):
+    monkeypatch.setattr(prompt_index, "hash_text", lambda text: 5 if text in ("p3", "p7") else int(text[1:]) + 100)
+    with pytest.raises(ConfigError, match=r"the ids 'p3' and 'p7' have one 64-bit hash; give one of the two prompts another id"):
+        make()
+
+
+def test_an_id_that_occurs_twice_is_refused():
+    with pytest.raises(ConfigError, match="the id 'p3' occurs twice"):
+        make([*TEN, "p3"])
+
+
+def test_an_unknown_id_is_none_of_the_run_even_where_its_hash_is(monkeypatch):
+    ledger = make()
+    assert [ledger.prompts.find(name) for name in TEN] == list(range(10))
+    assert ledger.prompts.find("p10") is None
+    monkeypatch.setattr(prompt_index, "hash_text", lambda text: xxhash.xxh3_64_intdigest(b"p3"))
+    assert ledger.prompts.find("p3") == 3
+    assert ledger.prompts.find("another") is None
 
 
 def test_visits_of_the_run_are_training_visits():
