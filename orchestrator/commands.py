@@ -27,10 +27,12 @@ from orchestrator.launch import Launcher, close_actors
 from orchestrator.material import ASKED, Material, gather_material, quiet_libraries, request_maker
 from orchestrator.run_folder import forget_empty, locked, make_run_folder
 from orchestrator.waits import DeadlinePassed, Waits
+from orchestrator.watchdog import leave_within
 from rollout.records import Purpose, Visit
 from rollout.sources import DataError
 
-EXIT_SIGINT, EXIT_SIGTERM = 130, 143
+EXIT_STOPPED, EXIT_SIGINT, EXIT_SIGTERM = 3, 130, 143
+LEAVE_S = 120.0  # for files and the Ray instance to be closed, beside the actors
 MOST_LINES = 5  # of a library's message that is shown as the reason
 
 
@@ -91,6 +93,7 @@ async def _train(job: Job, stuff: Material, ray_cluster: cluster.Cluster) -> int
         raise RunStopped(f"{reason}; events.jsonl in {job.folder} has the traceback") from error
     finally:
         interrupt.end_has_begun()
+        leave_within(LEAVE_S + 2 * job.config.deadlines.close_s, interrupt.exit_code or EXIT_STOPPED, reason)
         await job.close()
         job.summarize(reason)
     return interrupt.exit_code

@@ -17,6 +17,7 @@ import os
 import re
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -237,6 +238,21 @@ class Watchdog:
             await self.breach(wait, self._waits.open())
             with contextlib.suppress(RayError):
                 await on_nodes(_end, [process], LOOK_S)
+
+
+def leave_within(limit_s: float, exit_code: int, reason: str) -> None:
+    """The last wait, for the driver itself to end: a thread that hangs (on a disk, on a node that is gone) would keep it for ever. After
+    ``limit_s`` its stacks go to stderr, then the reason, and the process ends with ``exit_code``."""
+
+    def leave() -> None:
+        faulthandler.dump_traceback(all_threads=True)
+        _say(f"the run has ended, but its driver hangs and is left {limit_s:g} s later")
+        print("limen: stopped: " + printable(reason), file=sys.stderr, flush=True)
+        os._exit(exit_code)
+
+    timer = threading.Timer(limit_s, leave)
+    timer.daemon = True
+    timer.start()
 
 
 def _end(pids: Sequence[int]) -> dict[int, None]:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -218,6 +219,22 @@ async def test_a_watchdog_that_cannot_write_does_not_hide_the_breach(world):
     with pytest.raises(DeadlinePassed, match=r"learner did not finish 'x' within 0\.5 s"):
         await w.waits.wait(asyncio.sleep(30), owner="learner", name="x", deadline_s=0.5)
     assert w.named("watchdog_failed")[0]["owner"] == "learner"
+
+
+def test_a_driver_that_hangs_at_its_end_is_left_with_the_reason_last():
+    code = (
+        "import asyncio, time\n"
+        "from orchestrator.watchdog import leave_within\n"
+        "def hang_on_a_disk():\n    time.sleep(60)\n"
+        "async def run():\n"
+        "    asyncio.get_running_loop().run_in_executor(None, hang_on_a_disk)\n"
+        "    leave_within(1.0, 3, 'the checkpoint of step 2 could not be written')\n"
+        "asyncio.run(run())\n"  # which waits for its threads
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
+    assert ended.returncode == 3
+    assert "in hang_on_a_disk" in ended.stderr
+    assert ended.stderr.splitlines()[-1] == "limen: stopped: the checkpoint of step 2 could not be written"
 
 
 # ---- the pulse of the workers --------------------------------------------------------------------------------------------
