@@ -27,7 +27,7 @@ from orchestrator.launch import Launcher, close_actors
 from orchestrator.material import ASKED, Material, gather_material, quiet_libraries, request_maker
 from orchestrator.run_folder import forget_empty, locked, make_run_folder
 from orchestrator.waits import DeadlinePassed, Waits
-from orchestrator.watchdog import leave_within
+from orchestrator.watchdog import Departure
 from rollout.records import Purpose, Visit
 from rollout.sources import DataError
 
@@ -60,15 +60,16 @@ def train(config: Config) -> int:
         job = Job(config, folder, stuff, resumed)
         try:
             ray_cluster = cluster.start_cluster(config.cluster, cluster.Demand.of(config, gpu=stuff.num_gpus > 0))
-            try:
-                return asyncio.run(_train(job, stuff, ray_cluster))
-            finally:
-                ray_cluster.close()
+            with Departure() as departure:
+                try:
+                    return asyncio.run(_train(job, stuff, ray_cluster, departure))
+                finally:
+                    ray_cluster.close()
         finally:
             job.view.close()
 
 
-async def _train(job: Job, stuff: Material, ray_cluster: cluster.Cluster) -> int:
+async def _train(job: Job, stuff: Material, ray_cluster: cluster.Cluster, departure: Departure) -> int:
     job.view.line(f"model: {stuff.model_path}, {stuff.num_parameters:,} parameters; Ray: {ray_cluster}")
     prompts = stuff.prompts
     job.view.line(
@@ -77,10 +78,11 @@ async def _train(job: Job, stuff: Material, ray_cluster: cluster.Cluster) -> int
         + (f", {prompts.num_cut} cut at their beginning" if prompts.num_cut else "")
     )
     interrupt = Interrupt(job.stop, job.view.line)
-    reason = "failed"
+    reason, failed = "failed", EXIT_STOPPED
     try:
         await job.start()
         reason = await job.run()
+        failed = 0
     except asyncio.CancelledError:
         if interrupt.exit_code == 0:
             raise
@@ -93,7 +95,7 @@ async def _train(job: Job, stuff: Material, ray_cluster: cluster.Cluster) -> int
         raise RunStopped(f"{reason}; events.jsonl in {job.folder} has the traceback") from error
     finally:
         interrupt.end_has_begun()
-        leave_within(LEAVE_S + 2 * job.config.deadlines.close_s, interrupt.exit_code or EXIT_STOPPED, reason)
+        departure.begin(LEAVE_S + 2 * job.config.deadlines.close_s, interrupt.exit_code or failed, reason)
         await job.close()
         job.summarize(reason)
     return interrupt.exit_code

@@ -240,19 +240,28 @@ class Watchdog:
                 await on_nodes(_end, [process], LOOK_S)
 
 
-def leave_within(limit_s: float, exit_code: int, reason: str) -> None:
-    """The last wait, for the driver itself to end: a thread that hangs (on a disk, on a node that is gone) would keep it for ever. After
-    ``limit_s`` its stacks go to stderr, then the reason, and the process ends with ``exit_code``."""
+class Departure:
+    """The last wait, for the driver itself to end: a thread that hangs (on a disk, on a node that is gone) would keep it for ever. From
+    ``begin`` on the block has ``limit_s``; then the stacks go to stderr, the reason last, and the process ends with the exit code."""
 
-    def leave() -> None:
-        faulthandler.dump_traceback(all_threads=True)
-        _say(f"the run has ended, but its driver hangs and is left {limit_s:g} s later")
-        print("limen: stopped: " + printable(reason), file=sys.stderr, flush=True)
-        os._exit(exit_code)
+    def __enter__(self) -> Departure:
+        self._timer: threading.Timer | None = None
+        return self
 
-    timer = threading.Timer(limit_s, leave)
-    timer.daemon = True
-    timer.start()
+    def begin(self, limit_s: float, exit_code: int, reason: str) -> None:
+        def leave() -> None:
+            faulthandler.dump_traceback(all_threads=True)
+            _say(f"the run has ended, but its driver hangs and is left {limit_s:g} s later")
+            print(f"limen: {'stopped: ' if exit_code else ''}{printable(reason)}", file=sys.stderr, flush=True)
+            os._exit(exit_code)
+
+        self._timer = threading.Timer(limit_s, leave)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 def _end(pids: Sequence[int]) -> dict[int, None]:

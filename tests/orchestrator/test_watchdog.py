@@ -224,12 +224,12 @@ async def test_a_watchdog_that_cannot_write_does_not_hide_the_breach(world):
 def test_a_driver_that_hangs_at_its_end_is_left_with_the_reason_last():
     code = (
         "import asyncio, time\n"
-        "from orchestrator.watchdog import leave_within\n"
+        "from orchestrator.watchdog import Departure\n"
         "def hang_on_a_disk():\n    time.sleep(60)\n"
-        "async def run():\n"
+        "async def run(departure):\n"
         "    asyncio.get_running_loop().run_in_executor(None, hang_on_a_disk)\n"
-        "    leave_within(1.0, 3, 'the checkpoint of step 2 could not be written')\n"
-        "asyncio.run(run())\n"  # which waits for its threads
+        "    departure.begin(1.0, 3, 'the checkpoint of step 2 could not be written')\n"
+        "with Departure() as departure:\n    asyncio.run(run(departure))\n"  # which waits for its threads
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
     assert ended.returncode == 3
