@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
 import pytest
 
+from configs.schema import RewardConfig, RewardPart
 from orchestrator.stacks import look, portray
+from rewards.contract import RewardItem
+from rewards.pool import RewardPool
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -103,3 +108,23 @@ def test_children_are_in_the_picture_and_a_process_that_ended_is_gone(run):
     child.kill()
     assert portray([parent.pid], 5.0)[parent.pid].verdict == "is gone"
     assert look([parent.pid])[parent.pid].rss_bytes == 0
+
+
+def _score(pool, item):
+    with contextlib.suppress(RuntimeError):  # the pool is closed under it
+        pool.score([item])
+
+
+@pytest.mark.parametrize("confined", [False, True])
+def test_a_verifier_process_shows_where_its_verifier_hangs(tmp_path, confined):
+    (tmp_path / "slow.py").write_text("import time\ndef score(completion, answer):\n    time.sleep(30)\n")
+    part = RewardPart(function=f"{tmp_path / 'slow.py'}:score", confined=confined)
+    item = RewardItem(prompt="", completion="1", answer="1", prompt_id="p", part=None, source="s", num_tokens=1, options={})
+    with RewardPool(RewardConfig(parts={"slow": part}, timeout_s=20.0)) as pool:
+        threading.Thread(target=_score, args=(pool, item), daemon=True).start()
+        while pool.health().num_running == 0:
+            time.sleep(0.01)
+        (pid,) = pool.health().pids
+        (portrait,) = portray([pid], 5.0).values()
+    assert portrait.well
+    assert f'File "{tmp_path / "slow.py"}", line 3 in score' in portrait.text
