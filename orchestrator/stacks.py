@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import time
 from collections import defaultdict
@@ -75,17 +76,29 @@ async def on_nodes(
     by_node: dict[str, list[Process]] = defaultdict(list)
     for process in processes:
         by_node[process.node].append(process)
-    here = ray.get_runtime_context().get_node_id()
+    here = here_id()
 
     async def ask(node: str, pids: Sequence[int]) -> Mapping[int, T]:
         if node == here:
             return await asyncio.to_thread(call, pids, *more)
         there = NodeAffinitySchedulingStrategy(node, soft=False)
-        return await _answer(ray.remote(call).options(num_cpus=0, scheduling_strategy=there).remote(pids, *more))
+        return await _answer(_remote(call).options(num_cpus=0, scheduling_strategy=there).remote(pids, *more))
 
     asked = {node: _within(ask(node, [p.pid for p in group]), limit_s) for node, group in by_node.items()}
     answers = dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
     return {p: answers[p.node][p.pid] for group in by_node.values() for p in group if p.pid in answers[p.node]}
+
+
+def here_id() -> str:
+    """The driver's node."""
+    node: str = ray.get_runtime_context().get_node_id()
+    return node
+
+
+@functools.cache
+def _remote(call: Callable[..., Any]) -> Any:
+    """Once a call: Ray keeps every remote function that was ever made."""
+    return ray.remote(call)
 
 
 async def _within(asked: Coroutine[Any, Any, Mapping[int, T]], limit_s: float) -> Mapping[int, T]:

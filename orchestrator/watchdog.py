@@ -24,12 +24,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-import ray
 from ray.exceptions import RayError
 
 from orchestrator.console import printable
 from orchestrator.run_folder import HEARTBEAT, STACKS, write_json
-from orchestrator.stacks import STOPPED, Look, Portrait, Process, look, on_nodes, portray, whereabouts
+from orchestrator.stacks import STOPPED, Look, Portrait, Process, here_id, look, on_nodes, portray, whereabouts
 from orchestrator.waits import Wait, Waits
 from orchestrator.workers import end_process
 from rollout.stack_signal import listen
@@ -223,7 +222,7 @@ class Watchdog:
         """Those of the wanted actors, and the driver's own where its name is."""
         actors = {name: actor for name, actor in self._pulse.actors().items() if wanted(name)}
         found = await asyncio.to_thread(lambda: [whereabouts(name, actor) for name, actor in actors.items()])
-        own = [Process(DRIVER, os.getpid(), ray.get_runtime_context().get_node_id())] if wanted(DRIVER) else []
+        own = [Process(DRIVER, os.getpid(), here_id())] if wanted(DRIVER) else []
         return [*own, *(process for process in found if process is not None)]
 
     async def _end_stopped(self, looks: Mapping[Process, Look]) -> None:

@@ -16,8 +16,10 @@ from ray import cloudpickle
 from ray.exceptions import RayActorError
 
 from configs.schema import ClusterConfig, DeadlinesConfig
+from orchestrator import stacks
 from orchestrator.cluster import Demand, start_cluster
 from orchestrator.fleet import RayFleet, Worker
+from orchestrator.stacks import Process
 from orchestrator.waits import DeadlinePassed, Waits
 from orchestrator.watchdog import Pulse, Watchdog
 from orchestrator.workers import Crew
@@ -167,6 +169,19 @@ async def test_a_process_that_stays_stopped_is_named_and_ended(world):
     assert (breach["owner"], breach["wait"]) == ("rewards-0", "a sign of life")
     assert breach["waited_s"] < 3.0
     assert breach["culprits"] == {"rewards-0": f"process {pid} is stopped, by SIGSTOP or SIGTSTP"}
+
+
+async def test_processes_of_another_node_are_seen_by_a_task_there_and_a_node_that_is_gone_is_left_out(world, monkeypatch):
+    rank = world().make("learner-0")
+    facts = await rank.facts.remote()
+    grinding = rank.grind.remote(30)
+    there = Process("learner-0", facts["pid"], facts["node"])
+    gone = Process("learner-1", 2, "f" * len(facts["node"]))
+    monkeypatch.setattr(stacks, "here_id", lambda: "another")
+    seen = await stacks.on_nodes(stacks.portray, [there, gone], 15.0, 3.0)
+    assert list(seen) == [there]
+    assert "in grind" in seen[there].text
+    assert grinding
 
 
 async def test_heartbeats_tell_stage_waits_and_processes(world):
