@@ -266,23 +266,17 @@ class Ledger:
         """Takes up what the step's groups, made by ``version``, showed of their prompts. Returns the visits that have now been open
         for ``stuck_after_steps`` steps."""
         groups = [self._observed[order] for order in sorted(self._observed)]
-        prompts = [self._place(visit.prompt_id) for visit, _ in groups]
+        prompts = self.prompts.find([visit.prompt_id for visit, _ in groups])
         of_groups = [(observation.num_right, observation.num_valid) for _, observation in groups]
         right, valid = np.array(of_groups, dtype=np.int64).reshape(-1, 2).T
-        self.rates.add(np.array(prompts, dtype=np.int64), right, valid, version)
-        for prompt, (_, observation) in zip(prompts, groups, strict=True):
+        self.rates.add(prompts, right, valid, version)
+        for prompt, (_, observation) in zip(prompts.tolist(), groups, strict=True):
             self.answers.add(prompt, observation.answers)
         self._observed.clear()
         self._dropped.clear()
         self._num_steps += 1
         stuck = self._num_steps - self._config.stuck_after_steps
         return sorted((entry for entry in self._open.values() if entry.since == stuck), key=_order)
-
-    def _place(self, prompt_id: str) -> int:
-        place = self.prompts.find(prompt_id)
-        if place is None:
-            raise LedgerError(f"prompt {prompt_id} is none of this run's")
-        return place
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -305,9 +299,9 @@ class Ledger:
         }
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """What is known of every prompt that was asked, one row each in the order of their hashes, and of the strata."""
-        places, hashes = self.prompts.where(self._num_visits > 0)
-        own: dict[str, NDArray[Any]] = {"prompt": hashes, "num_visits": self._num_visits[places]}
+        """What is known of every prompt that was asked, one row each in the order of the data, and of the strata."""
+        places = np.flatnonzero(self._num_visits)
+        own: dict[str, NDArray[Any]] = {"prompt": self.prompts.hashes_of(places), "num_visits": self._num_visits[places]}
         return own | self.rates.arrays(places) | self.answers.arrays(places)
 
     def restore(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:

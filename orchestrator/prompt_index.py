@@ -41,10 +41,13 @@ class PromptIndex:
         """Without the ids."""
         return self._order.nbytes + self._hashes.nbytes
 
-    def find(self, name: str) -> int | None:
-        """The place of the prompt with this id."""
-        place = int(self.find_hashes(np.array([hash_text(name)], dtype=np.uint64))[0])
-        return place if place >= 0 and self.ids[place] == name else None
+    def find(self, names: Sequence[str]) -> NDArray[np.int32]:
+        """The places of the prompts with these ids. Raises KeyError for one that is none's."""
+        places = self.find_hashes(np.array([hash_text(name) for name in names], dtype=np.uint64))
+        for name, place in zip(names, places.tolist(), strict=True):
+            if place < 0 or self.ids[place] != name:
+                raise KeyError(name)
+        return places
 
     def find_hashes(self, hashes: NDArray[np.uint64]) -> NDArray[np.int32]:
         """The places of the prompts with these hashes, -1 for those that are none's."""
@@ -52,7 +55,7 @@ class PromptIndex:
         found: NDArray[np.int32] = np.where(self._hashes[rank] == hashes, self._order[rank], np.int32(-1))
         return found
 
-    def where(self, wanted: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.uint64]]:
-        """Places and hashes of the prompts of a mask by place, in the order of their hashes."""
-        chosen: NDArray[Any] = wanted[self._order]
-        return self._order[chosen], self._hashes[chosen]
+    def hashes_of(self, places: NDArray[Any]) -> NDArray[np.uint64]:
+        by_place = np.empty_like(self._hashes)
+        by_place[self._order] = self._hashes
+        return by_place[places]

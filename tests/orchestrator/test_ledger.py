@@ -201,9 +201,9 @@ def test_only_a_drop_of_the_step_in_hand_is_taken_back():
 
 def seen_of(ledger, prompt_id, version=0):
     """Decayed completions behind a prompt's posterior."""
-    place = ledger.prompts.find(prompt_id)
+    place = ledger.prompts.find([prompt_id])
     prior = ledger.rates.priors(version)[ledger.rates.stratum[place]].sum()
-    return round(float(ledger.rates.posteriors(np.array([place]), version)[0].sum() - prior), 6)
+    return round(float(ledger.rates.posteriors(place, version).sum() - prior), 6)
 
 
 def test_what_a_step_shows_is_taken_up_when_it_closes_and_in_pick_order():
@@ -306,7 +306,7 @@ def test_data_may_come_in_another_order_and_with_more_prompts():
     )
     other.restore(ledger.state(), ledger.arrays())
     for name in TEN:
-        ours, theirs = (one.rates.posteriors(np.array([one.prompts.find(name)]), 7) for one in (other, ledger))
+        ours, theirs = (one.rates.posteriors(one.prompts.find([name]), 7) for one in (other, ledger))
         np.testing.assert_array_equal(ours, theirs)
     np.testing.assert_allclose(other.rates.posteriors(np.array([0]), 7), [[1.0, 1.0]], rtol=1e-12)
 
@@ -321,8 +321,10 @@ def test_prompts_take_few_bytes():
     start = ledger.nbytes
     assert (start + sys.getsizeof(ids)) / count <= 48.5
     picks += ledger.pick(asked - 1)
+    ledger.run([pick.visit for pick in picks])
     for pick in picks:
-        advance(ledger, [pick.visit], State.SCORED, Observation(3, 8, (1, 2, 3, 4)))
+        ledger.finish(pick.visit)
+        ledger.score(pick.visit, Observation(3, 8, (1, 2, 3, 4)))
         ledger.drop(pick.visit, "x")
     ledger.close_step(1)
     assert (ledger.nbytes - start) / asked <= 113
@@ -345,11 +347,13 @@ def test_an_id_that_occurs_twice_is_refused():
 
 def test_an_unknown_id_is_none_of_the_run_even_where_its_hash_is(monkeypatch):
     ledger = make()
-    assert [ledger.prompts.find(name) for name in TEN] == list(range(10))
-    assert ledger.prompts.find("p10") is None
+    assert ledger.prompts.find(TEN[::-1]).tolist() == list(range(9, -1, -1))
+    with pytest.raises(KeyError, match="p10"):
+        ledger.prompts.find(["p3", "p10"])
     monkeypatch.setattr(prompt_index, "hash_text", lambda text: xxhash.xxh3_64_intdigest(b"p3"))
-    assert ledger.prompts.find("p3") == 3
-    assert ledger.prompts.find("another") is None
+    assert ledger.prompts.find(["p3"]).tolist() == [3]
+    with pytest.raises(KeyError, match="another"):
+        ledger.prompts.find(["another"])
 
 
 def test_visits_of_the_run_are_training_visits():
