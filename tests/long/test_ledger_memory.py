@@ -22,9 +22,9 @@ def make(ids, strata):
     )
 
 
-def seconds(work):
+def seconds(work, *arguments):
     started = time.perf_counter()
-    result = work()
+    result = work(*arguments)
     return result, time.perf_counter() - started
 
 
@@ -50,8 +50,8 @@ def everyone_asked(ledger):
 @pytest.mark.timeout(1800)
 def test_ten_million_prompts(record, tmp_path: Path):
     ids, strata = [f"source/{i}" for i in range(COUNT)], ["one", "two"] * (COUNT // 2)
-    ledger, build_s = seconds(lambda: make(ids, strata))
-    picks, epoch_s = seconds(lambda: ledger.pick(GROUPS))
+    ledger, build_s = seconds(make, ids, strata)
+    picks, epoch_s = seconds(ledger.pick, GROUPS)
     start_bytes = ledger.nbytes
     closing = []
     for version in range(STEPS):
@@ -62,7 +62,7 @@ def test_ten_million_prompts(record, tmp_path: Path):
             ledger.score(visit, Observation(3, 8, (1, 1, 2, 2, 3, 3, 4, 4)))
             ledger.keep(visit)
         ledger.train(visits)
-        closing.append(seconds(lambda version=version: ledger.close_step(version))[1])
+        closing.append(seconds(ledger.close_step, version)[1])
         picks = ledger.pick(GROUPS)
     few, few_s = seconds(ledger.arrays)
     ledger.restore(ledger.state(), everyone_asked(ledger))
@@ -70,7 +70,6 @@ def test_ten_million_prompts(record, tmp_path: Path):
     path = tmp_path / "ledger.npz"
     _, write_s = seconds(lambda: np.savez(path, **arrays))
     state, end_bytes, size = ledger.state(), ledger.nbytes, path.stat().st_size
-    del ledger, arrays
     again = make(ids, strata)
     with np.load(path) as saved:
         _, restore_s = seconds(lambda: again.restore(state, dict(saved)))
