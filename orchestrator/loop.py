@@ -200,7 +200,8 @@ class Loop:
         return [pick.visit for pick in picks]
 
     async def _submit(self, visits: list[Visit]) -> None:
-        visits = [visit for visit in visits if visit in self._running]  # the rest became surplus before this task began
+        # The rest became surplus before this task began, or was given back and is another task's
+        visits = [visit for visit in visits if self._ledger.state_of(visit) is State.PICKED]
         self._ledger.run(visits)
         if visits:
             await self._engines(self._fleet.submit(visits), "taking new visits")
@@ -247,8 +248,9 @@ class Loop:
         wanted = [f for f in finished if self._wants(f.meta) and self._ledger.state_of(f.meta.visit) is State.RUNNING]
         if not wanted:
             return
-        for group in wanted:
-            self._ledger.finish(group.meta.visit)
+        asked = {group.meta.visit: self._running[group.meta.visit] for group in wanted}
+        for visit in asked:
+            self._ledger.finish(visit)
         # The pool serves every parcel under way, and each completion may take its whole time limit before its status says so.
         queued = sum(len(item.meta.num_tokens) for item in finished) * max(1, len(self._running))
         deadline_s = self._settings.deadlines.score_s + queued * self._settings.verifier_s
@@ -256,7 +258,7 @@ class Loop:
         num_doubts = self._num_doubts[worker]
         scored = await self._waits.wait(self._scorer.score(wanted), owner="reward pool", name="scores", deadline_s=deadline_s)
         for item in scored:
-            self._settle(item, proven=self._num_doubts[worker] == num_doubts)
+            self._settle(item, asked[item.meta.visit], proven=self._num_doubts[worker] == num_doubts)
         await self._produce()
         self._progress.set()
 
@@ -264,10 +266,11 @@ class Loop:
         asked = self._running.get(meta.visit)
         return asked is not None and asked.answered_by(meta)
 
-    def _settle(self, scored: Scored, *, proven: bool) -> None:
-        if not self._wants(scored.meta):
-            return
-        pick = self._running.pop(scored.meta.visit).pick
+    def _settle(self, scored: Scored, asked: Asked, *, proven: bool) -> None:
+        pick = asked.pick
+        if self._running.get(pick.visit) is not asked:
+            return  # it was lost or became surplus meanwhile, and may have been asked again
+        del self._running[pick.visit]
         if not proven:
             self._ask_again(pick, "unproven")
             return

@@ -15,7 +15,7 @@ from configs.schema import DeadlinesConfig, LastBatch, LedgerConfig, WhenShort
 from learner.selection import SELECTIONS
 from orchestrator.errors import RunStopped
 from orchestrator.handles import Lost, StepReport
-from orchestrator.ledger import Ledger, Length
+from orchestrator.ledger import Ledger, Length, State
 from orchestrator.loop import Loop, LoopSettings
 from orchestrator.pass_rates import Observation
 from orchestrator.stages import Address, Finished, Kept, LoopState, Scored
@@ -518,3 +518,77 @@ async def test_nothing_of_an_unproven_worker_is_trained():
     assert not any(meta is void for meta in trained for void in voided)
     assert {void.visit for void in voided} <= {meta.visit for meta in trained}
     assert loop._ledger.counts["requeued/unproven"] > len(voided)
+
+
+class Unreliable(Losing):
+    """Loses visits, and now and then doubts its worker: what that has made and nobody trained is asked again. After ``left`` moments at
+    which some stage began, the run is to be killed."""
+
+    def __init__(self, left, **arguments):
+        super().__init__(**arguments)
+        self.left, self.killed = left, asyncio.Event()
+
+    async def generate(self, visit):
+        if self.random.random() < 0.05:
+            running = tuple(v for v in self.loop._running if self.loop._ledger.state_of(v) is State.RUNNING)
+            self.cancelled |= set(running)
+            self.lost.put_nowait(Lost("w", running, "unproven"))
+        await super().generate(visit)
+
+    def __getattribute__(self, name):
+        if name in ("score", "prepare", "train", "push", "after_step"):
+            self.left -= 1
+            if self.left == 0:
+                self.killed.set()
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize(("max_lag", "oversample"), [(0, 1.0), (0, 2.0), (2, 1.0)])
+@pytest.mark.parametrize("seed", range(4))
+async def test_in_the_history_that_stands_each_visit_is_trained_once_and_none_is_lost(max_lag, oversample, seed):
+    """6.1: killed at random moments, the run goes on from a checkpoint of some steps ago; workers are lost and doubted meanwhile."""
+    settings = replace(SETTINGS, max_lag=max_lag, oversample=oversample, num_steps=14)
+    chance = random.Random(seed)
+    saved, trained = [], {}  # trained: picks by step, those of a later history in place of an earlier one's
+
+    class Saving(Unreliable):
+        async def after_step(self, outcome):
+            await super().after_step(outcome)
+            step = outcome.batch.step
+            for gone in [number for number in trained if number >= step]:
+                del trained[gone]
+            trained[step] = [kept.pick for kept in outcome.batch.groups]
+            if step % 2 == 0:
+                held, ledger = self.loop.state(), self.loop._ledger
+                saved.append((step, self.version, held, json.loads(json.dumps(ledger.state())), ledger.arrays()))
+
+    for kill in [*(chance.randrange(3, 25) for _ in range(4)), None]:  # 96 moments: fewer than 14 steps have
+        world = Saving(kill, seed=chance.random(), drop=third, slow=0.001) if kill else Saving(-1, seed=seed, drop=third)
+        loop = world.make(settings)
+        if saved:
+            step, world.version, held, state, arrays = saved[-1]
+            loop._ledger.restore(state, arrays)
+            handles, selection = (world,) * 5, SELECTIONS["zero_variance"]
+            loop = Loop(settings, loop._ledger, handles, selection, Waits(), step=step, version=world.version, state=held)
+            world.loop = loop
+        run, killed = asyncio.create_task(loop.run()), asyncio.create_task(world.killed.wait())
+        await asyncio.wait({run, killed}, return_when=asyncio.FIRST_COMPLETED)
+        assert world.max_open <= (max_lag + oversample) * 4
+        assert run.done() == (kill is None)
+        run.cancel()
+        killed.cancel()
+        await asyncio.gather(run, killed, return_exceptions=True)
+        if kill and len(saved) > 1 and chance.random() < 0.3:
+            saved.pop()  # the newest is damaged
+    assert run.result() == "done"
+    ledger, counts = loop._ledger.state(), loop._ledger.counts
+    picks = [pick.order for step in sorted(trained) for pick in trained[step]]
+    assert sorted(trained) == list(range(1, 15))
+    assert len(picks) == len(set(picks)) == counts["trained"] == 14 * 4
+    waiting = {row[0] for row in [*ledger["open"], *ledger["again"]]}
+    assert not waiting & set(picks)
+    assert ledger["num_picks"] == len(picks) + len(waiting) + sum(n for name, n in counts.items() if name.startswith("dropped/"))
+    if max_lag == 0:
+        whole = World(drop=third)
+        await whole.make(settings).run()
+        assert [trained[step] for step in sorted(trained)] == whole.batches, "as if nothing had happened"
