@@ -176,7 +176,7 @@ async def test_processes_of_another_node_are_seen_by_a_task_there_and_a_node_tha
     facts = await rank.facts.remote()
     grinding = rank.grind.remote(30)
     there = Process("learner-0", facts["pid"], facts["node"])
-    gone = Process("learner-1", 2, "f" * len(facts["node"]))
+    gone = Process("learner-1", 2, "a" * len(facts["node"]))
     monkeypatch.setattr(stacks, "here_id", lambda: "another")
     seen = await stacks.on_nodes(stacks.portray, [there, gone], 15.0, 3.0)
     assert list(seen) == [there]
