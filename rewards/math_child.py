@@ -25,8 +25,9 @@ from enum import StrEnum
 from pathlib import Path
 
 from rewards import confine
-from rewards.math_exact import Undecided, same
-from rewards.math_grammar import Node, read
+from rewards.math_compare import Undecided, same
+from rewards.math_grammar import read
+from rewards.math_nodes import Node
 from rewards.math_symbolic import Numeric, evaluate_all
 from rewards.math_tokens import Unreadable
 
@@ -49,10 +50,6 @@ class Found(StrEnum):
     TIME_LIMIT = "time_limit"  # of the prediction
     MEMORY_LIMIT = "memory_limit"
     GOLD = "gold"  # the reference answer can not be read or evaluated
-
-
-_lock = threading.Lock()
-_nursery: tuple[subprocess.Popen[bytes], socket.socket] | None = None
 
 
 def compare(pred: str, gold: str, *, library: bool, decimal_digits: int, timeout_s: float, memory_bytes: int) -> Found:
@@ -83,9 +80,9 @@ def _ask(request: bytes, library: bool, limit_s: float) -> list[str]:
     with mine:
         with theirs:
             try:
-                socket.send_fds(_start(), [b"library" if library else b"formula"], [theirs.fileno()])
+                socket.send_fds(_nursery.connection(), [b"library" if library else b"formula"], [theirs.fileno()])
             except OSError:
-                _drop()
+                _nursery.end()
                 return []
         deadline = time.monotonic() + limit_s + (30.0 if library else 0.0)  # the first time it is loaded
         data = b""
@@ -98,50 +95,46 @@ def _ask(request: bytes, library: bool, limit_s: float) -> list[str]:
                     break
                 data += part
     if not data:
-        _drop()
+        _nursery.end()
     return data.decode().split()
 
 
-def _start() -> socket.socket:
-    global _nursery
-    with _lock:
-        if _nursery is not None and _nursery[0].poll() is None:
-            return _nursery[1]
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        root = str(Path(__file__).resolve().parents[1])
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _BOOT, str(theirs.fileno()), root, *sys.path],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
-        _nursery = process, ours
-        return ours
+class _Nursery:
+    """The caller's end of it. Started when first needed, and again where it has ended."""
+
+    def __init__(self) -> None:
+        self.forget()
+        os.register_at_fork(after_in_child=self.forget)
+
+    def forget(self) -> None:
+        """In a fork of the calling process the nursery is the parent's: the copy of its socket goes, so that it sees the parent's end."""
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+
+    def connection(self) -> socket.socket:
+        with self._lock:
+            if self._socket is None or self._process is None or self._process.poll() is not None:
+                self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                root = str(Path(__file__).resolve().parents[1])
+                with theirs:
+                    self._process = subprocess.Popen(
+                        [sys.executable, "-P", "-c", _BOOT, str(theirs.fileno()), root, *sys.path],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        pass_fds=[theirs.fileno()],
+                    )
+            return self._socket
+
+    def end(self) -> None:
+        with self._lock:
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
+            self._process = self._socket = None
 
 
-def _drop() -> None:
-    global _nursery
-    with _lock:
-        if _nursery is not None:
-            process, connection = _nursery
-            connection.close()
-            process.kill()
-            process.wait()
-            _nursery = None
-
-
-def _forget() -> None:
-    """In a fork of the calling process: the nursery is the parent's, and must see its end."""
-    global _nursery, _lock
-    _lock = threading.Lock()
-    if _nursery is not None:
-        _nursery[1].close()
-        _nursery[0].returncode = 0  # not ours to wait for
-        _nursery = None
-
-
-os.register_at_fork(after_in_child=_forget)
+_nursery = _Nursery()
 
 
 # The nursery and its children

@@ -20,8 +20,9 @@ from typing import Any
 
 from mpmath import mp, mpc, mpf
 
-from rewards.math_exact import Exact, Undecided, Undefined, names, within_last_digit
-from rewards.math_grammar import Node
+from rewards.math_compare import Undecided
+from rewards.math_exact import Exact, Undefined, within_last_digit
+from rewards.math_nodes import Node, names
 
 _MIN_BITS = 256
 _MAX_BITS = 1 << 16

@@ -189,7 +189,7 @@ def normalize(text: str) -> str:
 
 
 def _ungroup(text: str) -> str:
-    text = re.sub(r"\\!\s*", "", re.sub(r"(?<=\d)\\!\s*(?=\d{3}(?!\d))", "{,}", text))
+    text = re.sub(r"\\!\s*", "", re.sub(r"(?<=\d),?\\!\s*(?=\d{3}(?!\d))", "{,}", text))
     text = _GROUPED.sub(lambda m: m["head"] + re.sub(r"\D", "", m["tail"]), text)
     if "," in text:
         bracketed, spaced = text.startswith("{"), re.search(r",\s|;", text) is not None
@@ -243,7 +243,7 @@ def _read(text: str, found: list[Token], *, spaced: bool, depth: int) -> None:
             continue
         if kind == "num" and len(token) > MAX_DIGITS:
             raise Unreadable("a number that is too long")
-        if token == "\\tag" or token == "\\label":
+        if token in ("\\tag", "\\label"):
             raise Unreadable(token)
         found.append(
             Token(

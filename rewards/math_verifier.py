@@ -22,8 +22,10 @@ from rewards import math_child
 from rewards.answers import clean, find_answer, last_box
 from rewards.contract import InvalidItem, Verdict
 from rewards.math_child import Found
-from rewards.math_exact import Exact, Undecided, same
-from rewards.math_grammar import Node, choice, labelled, plain_words, read
+from rewards.math_compare import Undecided, same
+from rewards.math_exact import Exact
+from rewards.math_grammar import choice, labelled, read
+from rewards.math_nodes import Node, plain_words
 from rewards.math_tokens import MAX_LENGTH, Unreadable, normalize
 from rollout.records import Outcome
 
