@@ -1,6 +1,7 @@
 """A user's file of verifiers, most of which misbehave when the completion tells them to. Loaded by path in the pool's processes."""
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import resource
@@ -122,6 +123,15 @@ def _many_forks(path):
     time.sleep(3600)
 
 
+def _scribble(text):
+    """Writes into every open file but the first three: the pool's connection is among them."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2:
+            with contextlib.suppress(OSError):
+                os.write(fd, text.encode() + b"\n")
+    return 1.0
+
+
 _kept = []
 
 
@@ -194,6 +204,8 @@ ACTS = {
     "pid": lambda _: {"value": 1.0, "extracted": str(os.getpid())},
     "kill_group": lambda _: os.killpg(os.getpgrp(), signal.SIGKILL),
     "kill_supervisor": lambda _: os.kill(os.getppid(), signal.SIGTERM) or time.sleep(3600),
+    "scribble": _scribble,
+    "close_all": lambda _: os.closerange(3, 256),
     "print": _print,
     "print_for_ever": _print_for_ever,
     "allocate": _allocate,

@@ -244,6 +244,25 @@ def test_a_verifier_that_turns_on_its_group_or_its_supervisor_costs_its_item_onl
     assert scores[3].status is Status.ERROR
 
 
+@pytest.mark.parametrize(
+    "act",
+    [
+        "close_all",
+        "scribble nonsense",
+        "scribble 7",
+        'scribble ["done", 10000, false, []]',
+        'scribble ["done"]',
+        'scribble ["begin", [1]]',
+        "scribble " + "[" * 100_000,
+    ],
+)
+def test_a_verifier_that_gets_hold_of_the_pools_connection_harms_no_other(pool, act):
+    scores = pool.score([item(c) for c in ("1", act, "1", "0")])
+    assert [s.value for s in scores] == [1.0, None, 1.0, 0.0]
+    assert scores[1].status is Status.ERROR
+    assert pool.score([item("1")])[0].value == 1.0
+
+
 def test_cpu_time_is_bounded_anew_for_each_call():
     """The limit moves with the time already used; beyond it the status is that of a deadline."""
     with make_pool(timeout_s=3.0, obey=part("obey")) as pool:
