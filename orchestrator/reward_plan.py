@@ -6,11 +6,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 
-from configs.policies import parse_policy
 from configs.schema import RewardConfig, RewardPart
+from rewards.compose import policies
 from rewards.verifiers import load_verifier
-
-POLICIES = ("on_error", "on_timeout", "on_invalid", "on_abstain")
 
 
 def num_processes(reward: RewardConfig) -> int:
@@ -30,8 +28,8 @@ def memory_limits(reward: RewardConfig) -> list[float]:
 def longest_s(reward: RewardConfig) -> float:
     """Seconds that one completion may take in the pool at most, all its processes at work and each call at its deadline."""
     return sum(
-        _most_calls(part) * (part.timeout_s or reward.timeout_s) / (part.num_processes or reward.num_workers)
-        for part in reward.parts.values()
+        _most_calls(name, part) * (part.timeout_s or reward.timeout_s) / (part.num_processes or reward.num_workers)
+        for name, part in reward.parts.items()
     )
 
 
@@ -51,6 +49,6 @@ def _by_lane(reward: RewardConfig) -> Mapping[str, int]:
     return own if len(own) == len(reward.parts) else {"": reward.num_workers, **own}
 
 
-def _most_calls(part: RewardPart) -> int:
+def _most_calls(name: str, part: RewardPart) -> int:
     """One in a batch that another completion spoils, one alone, and those of a policy."""
-    return 2 + max(parse_policy(getattr(part, policy), policy).num_retries for policy in POLICIES)
+    return 2 + max(policy.num_retries for policy in policies(name, part).values())
