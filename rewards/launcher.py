@@ -31,6 +31,8 @@ def start(settings: Mapping[str, Any]) -> None:
         if given is not None:
             posix.dup2(given, fd)
             posix.close(given)
+    if settings["guard"]:
+        _leave_guard()
     # Rules and folder while we still may reach them, files and limits when they count as the program's own.
     ruleset = landlock_ruleset(*settings["landlock"]) if settings["landlock"] is not None else None
     posix.chdir(settings["folder"])
@@ -59,6 +61,22 @@ def start(settings: Mapping[str, Any]) -> None:
             raise
     posix.write(RESULT_FD, READY)
     _run_main(settings["folder"], settings["args"])
+
+
+def _leave_guard() -> None:
+    """Go on in a child, which will be another user; this process waits for it as process 1 of the namespace.
+
+    All die with process 1. It stays the user that bubblewrap is, which may thus kill it when we are killed, and signals end the child
+    as they end any process, while process 1 would be deaf to many.
+    """
+    child = posix.fork()
+    if child == 0:
+        return
+    for fd in range(PREFIX_FD):
+        posix.close(fd)
+    _, status = posix.waitpid(child, 0)
+    code = posix.waitstatus_to_exitcode(status)
+    posix._exit(128 - code if code < 0 else code)
 
 
 def no_new_privileges() -> None:

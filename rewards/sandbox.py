@@ -122,7 +122,7 @@ def _why_not(rung: Rung) -> str:
 def _judge(ended: Ended, rung: Rung, limits: Limits) -> Ran:
     code = os.waitstatus_to_exitcode(ended.status)
     if rung is Rung.NAMESPACES and code > 128:
-        code = 128 - code  # bubblewrap's way of telling the signal
+        code = 128 - code  # the way in which process 1 there tells a signal
     name = signal.Signals(-code).name if code < 0 and -code in set(signal.Signals) else None
     outcome: Literal["exited", "time_limit", "memory_limit", "output_limit", "crash"] = "exited"
     if ended.killed:

@@ -78,7 +78,8 @@ def run(rung: Rung, limits: Limits, files: Mapping[str, bytes], args: Sequence[s
                 **_identity(rung, uid),
             )
         stack.callback(_discard, process)
-        sample = _Sample(process, rung, limits, folder, result, uid)
+        room = (limits.num_files + len(files), limits.file_bytes + sum(map(len, files.values())))
+        sample = _Sample(process, result, rung, limits, folder, room, uid)
         stack.callback(sample.end)
         settings = payload(rung, limits, files, args, folder=folder, uid=uid, pid=process.pid, given=given)
         sample.exchange([stdin, settings])
@@ -109,12 +110,19 @@ def _discard(process: subprocess.Popen[bytes]) -> None:
 
 class _Sample:
     def __init__(
-        self, process: subprocess.Popen[bytes], rung: Rung, limits: Limits, folder: str, result: int, uid: int | None
+        self,
+        process: subprocess.Popen[bytes],
+        result: int,
+        rung: Rung,
+        limits: Limits,
+        folder: str,
+        room: tuple[int, int],  # files and bytes in the folder
+        uid: int | None,
     ) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
-        self._process, self._rung, self._limits, self._folder, self._uid = process, rung, limits, folder, uid
+        self._process, self._rung, self._limits, self._folder, self._room, self._uid = process, rung, limits, folder, room, uid
         self._ended, self._reaped = Ended(), False
         self._stdin = process.stdin
         self._outputs = {
@@ -158,7 +166,7 @@ class _Sample:
                 break
             if look is not None and now >= look:
                 look = now + LOOK_S
-                if too_much(self._inside(), self._limits):
+                if too_much(self._inside(), *self._room):
                     self._ended.killed = "files"
                     break
 
@@ -231,7 +239,7 @@ class _Sample:
         exited = select.poll()
         exited.register(self._exit, select.POLLIN)
         while not exited.poll(0):
-            # In a namespace the process below it is process 1: everything there dies with it, and then bubblewrap ends.
+            # Below bubblewrap is process 1 of the namespace: everything there dies with it, and then bubblewrap ends.
             children = _children(self._process.pid) if self._rung is Rung.NAMESPACES else []
             with contextlib.suppress(ProcessLookupError):
                 for pid in children or [self._process.pid]:
@@ -271,8 +279,8 @@ def _children(pid: int) -> list[int]:
         return []
 
 
-def too_much(folder: str, limits: Limits) -> bool:
-    """Whether there are more files or bytes in ``folder`` than allowed. What can not be looked into counts as too much."""
+def too_much(folder: str, max_files: int, max_bytes: int) -> bool:
+    """Whether ``folder`` holds more files and folders, or its files more bytes. What can not be looked into counts as too much."""
     num_files, num_bytes, folders = 0, 0, [folder]
     while folders:
         place = folders.pop()
@@ -280,11 +288,13 @@ def too_much(folder: str, limits: Limits) -> bool:
             with os.scandir(place) as entries:
                 for entry in entries:
                     num_files += 1
-                    num_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
-                    if num_files > limits.num_files or num_bytes > limits.file_bytes:
-                        return True
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
+                    else:
+                        found = entry.stat(follow_symlinks=False)
+                        num_bytes += min(found.st_size, found.st_blocks * 512)  # it may have holes
+                    if num_files > max_files or num_bytes > max_bytes:
+                        return True
         except FileNotFoundError:  # it changes while we look
             continue
         except OSError:

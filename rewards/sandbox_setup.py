@@ -21,7 +21,7 @@ from typing import Any
 from rewards import confine, launcher
 from rewards.contract import RewardError
 
-INSIDE = "/tmp"  # the only place to write in a namespace
+INSIDE = "/sample"  # the only place to write in a namespace
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 MAX_THREADS = 64
 SHARED_THREADS = 1024  # where a sample runs as our own user: on top of what this user has running
@@ -76,19 +76,8 @@ def command(rung: Rung, limits: Limits) -> list[str]:
     python = [os.path.realpath(sys.executable), "-P", "-s", "-S", "-B", "-c", _BOOT]
     if rung is not Rung.NAMESPACES:
         return python
-    wrapped = [bubblewrap(), "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
-    if not mounts_itself():
-        wrapped.append("--unshare-user")
-    # As process 1 itself: bubblewrap's own would outlive what we wait for, and be left to whoever adopts orphans.
-    wrapped += ["--as-pid-1", "--die-with-parent", "--new-session"]
-    paths = confine.interpreter_paths()
-    # Else bubblewrap makes the folders on the way as private as /root is outside.
-    for parent in dict.fromkeys(str(parent) for path in paths for parent in [*Path(path).parents][-2::-1]):
-        wrapped += ["--perms", "0755", "--dir", parent]
-    for path in paths:
-        wrapped += ["--ro-bind", path, path]
-    for path in _DEVICES:
-        wrapped += ["--dev-bind-try", path, path]
+    # Process 1 is ours: bubblewrap's own would outlive what we wait for, and be left to whoever adopts orphans.
+    wrapped = [bubblewrap(), "--as-pid-1", "--die-with-parent", "--new-session", *_namespaces()]
     # No /proc: nothing here needs it, and in many containers it can not be mounted.
     size = str(limits.file_bytes + 2**20)
     return [*wrapped, "--size", size, "--tmpfs", INSIDE, "--remount-ro", "/", "--chdir", INSIDE, "--", *python]
@@ -114,17 +103,35 @@ def payload(
         "prefix": sys.base_prefix,
         "folder": folder,
         "uid": uid if rung is not Rung.NAMESPACES or mounts_itself() else None,
-        "parent": None if rung is Rung.NAMESPACES else os.getpid(),  # bubblewrap ties it to us
+        "guard": rung is Rung.NAMESPACES,
+        "parent": None if rung is Rung.NAMESPACES else os.getpid(),
         "landlock": confine.landlock((), (folder,), sockets=False) if rung is Rung.LANDLOCK else None,
         "landlock_flags": confine.landlock_flags(),
         "limits": _rlimits(limits, distinct_user=uid is not None),
-        "seccomp": confine.seccomp_filter(1 if rung is Rung.NAMESPACES else pid),
+        "seccomp": confine.seccomp_filter(2 if rung is Rung.NAMESPACES else pid),
         "seccomp_needed": rung is not Rung.RLIMITS,
         "files": list(files.items()),
         "args": list(args),
     }
     content = marshal.dumps((_launcher_code(), settings))
     return len(content).to_bytes(8, "little") + content
+
+
+@functools.cache
+def _namespaces() -> list[str]:
+    """Bubblewrap's arguments that are always the same: the namespaces, and what is seen there."""
+    arguments = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    if not mounts_itself():
+        arguments.append("--unshare-user")
+    paths = confine.interpreter_paths()
+    # Else bubblewrap makes the folders on the way as private as /root is outside.
+    for parent in dict.fromkeys(str(parent) for path in paths for parent in [*Path(path).parents][-2::-1]):
+        arguments += ["--perms", "0755", "--dir", parent]
+    for path in paths:
+        arguments += ["--ro-bind", path, path]
+    for path in _DEVICES:
+        arguments += ["--dev-bind-try", path, path]
+    return arguments
 
 
 def bubblewrap() -> str:
@@ -146,12 +153,18 @@ def own_uid() -> int | None:
     """As root, a user id that no other sample has now: a thread runs one at a time, and its id is unique on this machine."""
     if os.geteuid() != 0:
         return None
-    thread = threading.get_native_id()
+    first, count = _free_uids()
+    return first + threading.get_native_id() % count
+
+
+@functools.cache
+def _free_uids() -> tuple[int, int]:
+    """The first of the user ids for samples, and how many there are."""
     spans = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
     if any(first <= _FIRST_UID and first + count >= _FIRST_UID + _MAX_PID for first, _, count in spans):
-        return _FIRST_UID + thread
+        return _FIRST_UID, _MAX_PID
     first, _, count = max(spans, key=lambda span: span[2])  # a container that knows few users: the upper half of them
-    return first + count // 2 + thread % max(count // 2, 1)
+    return first + count // 2, max(count // 2, 1)
 
 
 def open_to_all(path: str | Path) -> bool:
