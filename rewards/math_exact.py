@@ -195,7 +195,7 @@ def stands_for(node: Node, exact: Fraction, decimal_digits: int) -> bool:
 
 def within_last_digit(node: Node, decimal_digits: int, exact: Fraction) -> bool:
     written, places = node.args
-    if len(str(abs(int(written * 10**places)))) < decimal_digits:
+    if abs(written) * 10**places < 10 ** (decimal_digits - 1):
         return False
     step = Fraction(1, 10**places)
     cut = int(exact / step) * step
