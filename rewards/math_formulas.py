@@ -216,9 +216,11 @@ class FormulaParser(ABC):
                 factors = [Node("pct", (product(factors),))]
             elif text == "|" and not self.in_bars:
                 factors.append(self.factor())
-            elif text in _ENDS or kind == "text":
-                break
-            elif kind == "word" and (text in SEPARATORS or unit_at(self.tokens, self.position) is not None):
+            elif (
+                text in _ENDS
+                or kind == "text"
+                or (kind == "word" and (text in SEPARATORS or unit_at(self.tokens, self.position) is not None))
+            ):
                 break
             else:
                 factors.append(self.factor())
