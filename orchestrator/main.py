@@ -126,7 +126,7 @@ EXAMPLES = """examples:
   limen plan model=qwen3_8b plan.num_gpus=8
   limen explain algorithm=aspo_archer
   limen eval checkpoint_dir=RUN_DIR evaluation.num_samples=8
-  limen score reward=exact_integer < completions.jsonl > scores.jsonl
+  limen score reward=math < completions.jsonl > scores.jsonl
 """
 
 
