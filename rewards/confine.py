@@ -102,11 +102,18 @@ def confine_here(read: Sequence[str], write: Sequence[str] = (), *, sockets: boo
 
 @functools.cache
 def missing() -> str:
-    """Why neither Landlock nor seccomp can confine a process here, with what would help; empty where they can."""
+    """Why a process can not be confined here, with what would help; empty where it can."""
+    if landlock_abi() < 1:
+        needs = "Linux 5.13 or newer with landlock among its security modules (boot with lsm=landlock,...)"
+        return missing_filter() or f"the kernel has no Landlock: it needs {needs}"
+    return missing_filter()
+
+
+@functools.cache
+def missing_filter() -> str:
+    """The same for the system call filter alone."""
     if sys.platform != "linux" or platform.machine() not in _MACHINES:
         return f"the system call filter is written for Linux on {' and '.join(_MACHINES)}, not {sys.platform} on {platform.machine()}"
-    if landlock_abi() < 1:
-        return "the kernel has no Landlock: it needs Linux 5.13 or newer with landlock among its security modules (boot with lsm=landlock,...)"
     if not os.path.exists("/proc/sys/kernel/seccomp/actions_avail"):
         return "the kernel has no seccomp filters (CONFIG_SECCOMP_FILTER)"
     return ""

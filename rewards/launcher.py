@@ -20,6 +20,7 @@ READY = b"R"  # the first byte on `RESULT_FD`: every restriction holds, the prog
 PREFIX_FD = 4
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 _LANDLOCK_CREATE, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT = 444, 445, 446  # the same numbers on every architecture
+_CAPABILITIES_VERSION = 0x20080522.to_bytes(4, "little")
 _O_PATH = 0o10000000
 _SIGKILL = 9
 _LIBC = _ctypes.dlopen(None, 0)  # type: ignore[arg-type]
@@ -42,6 +43,9 @@ def start(settings: Mapping[str, Any]) -> None:
         posix.setgroups([])
         posix.setresgid(settings["uid"], settings["uid"], settings["uid"])
         posix.setresuid(settings["uid"], settings["uid"], settings["uid"])
+    # Another user has lost them already; the root of a container that has no other user has not.
+    if _call("capset", _CAPABILITIES_VERSION + bytes(4), bytes(24)) != 0:
+        raise OSError("capabilities can not be given up")
     if settings["prefix_fd"] is not None:
         _reach_interpreter(settings["prefix"], f"/proc/self/fd/{PREFIX_FD}")
     for name, content in settings["files"]:
@@ -54,11 +58,7 @@ def start(settings: Mapping[str, Any]) -> None:
         landlock_restrict(ruleset, settings["landlock_flags"])
     for name, limit in settings["limits"]:
         _limit(name, limit)
-    try:
-        seccomp(settings["seccomp"])
-    except OSError:
-        if settings["seccomp_needed"]:
-            raise
+    seccomp(settings["seccomp"])
     posix.write(RESULT_FD, READY)
     _run_main(settings["folder"], settings["args"])
 

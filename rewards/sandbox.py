@@ -7,7 +7,7 @@ time, memory, files and threads, no new privileges, and, where we are root, as a
   memory; no network, no other processes, no /proc. The system call filter of `rewards.confine` on top.
 - ``landlock``: the same filter, and Landlock: it opens no file but those of the interpreter and of its folder. It can tell whether
   another path exists. No privilege is needed; works in ordinary containers.
-- ``rlimits``: the limits alone, with the filter where the kernel has one. It reads every file that its user may read.
+- ``rlimits``: the filter and the limits. It reads and writes every file that its user may.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def choose(isolation: Literal["auto", "namespaces", "landlock", "rlimits"]) -> R
                 return rung
         raise RewardError(
             f"no sandbox for programs here. namespaces: {why[Rung.NAMESPACES]}. landlock: {why[Rung.LANDLOCK]}. "
-            "isolation: rlimits runs them with limits alone: they then read every file that this user may read"
+            "isolation: rlimits runs them all the same, and they then read and write every file that their user may"
         )
     rung = Rung(isolation)
     if why[rung]:
@@ -106,8 +106,9 @@ def _why_not(rung: Rung) -> str:
     try:
         if rung is Rung.NAMESPACES:
             bubblewrap()
-        if rung is not Rung.RLIMITS and confine.missing():
-            return confine.missing()
+        missing = confine.missing() if rung is Rung.LANDLOCK else confine.missing_filter()
+        if missing:
+            return missing
         ran = run_python(_PROBE, limits=_PROBE_LIMITS, rung=rung)
     except RewardError as error:
         wants_namespaces = rung is Rung.NAMESPACES and "bwrap:" in str(error)

@@ -79,7 +79,7 @@ def run(rung: Rung, limits: Limits, files: Mapping[str, bytes], args: Sequence[s
             )
         stack.callback(_discard, process)
         room = (limits.num_files + len(files), limits.file_bytes + sum(map(len, files.values())))
-        sample = _Sample(process, result, rung, limits, folder, room, uid)
+        sample = _Sample(process, result, rung, limits, folder, room)
         stack.callback(sample.end)
         settings = payload(rung, limits, files, args, folder=folder, uid=uid, pid=process.pid, given=given)
         sample.exchange([stdin, settings])
@@ -117,12 +117,11 @@ class _Sample:
         limits: Limits,
         folder: str,
         room: tuple[int, int],  # files and bytes in the folder
-        uid: int | None,
     ) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
-        self._process, self._rung, self._limits, self._folder, self._room, self._uid = process, rung, limits, folder, room, uid
+        self._process, self._rung, self._limits, self._folder, self._room = process, rung, limits, folder, room
         self._ended, self._reaped = Ended(), False
         self._stdin = process.stdin
         self._outputs = {
@@ -240,33 +239,14 @@ class _Sample:
         exited.register(self._exit, select.POLLIN)
         while not exited.poll(0):
             # Below bubblewrap is process 1 of the namespace: everything there dies with it, and then bubblewrap ends.
-            children = _children(self._process.pid) if self._rung is Rung.NAMESPACES else []
-            with contextlib.suppress(ProcessLookupError):
-                for pid in children or [self._process.pid]:
-                    os.kill(pid, signal.SIGKILL)
+            below = _children(self._process.pid) if self._rung is Rung.NAMESPACES else []
+            for pid in below:
+                _kill_child(pid, self._process.pid)
+            if not below:
+                os.kill(self._process.pid, signal.SIGKILL)  # not waited for: the id is still its own
             if time.monotonic() > limit:
                 raise RewardError(f"the sandboxed process {self._process.pid} does not end {KILL_S:g} s after SIGKILL")
             exited.poll(10)
-        if self._rung is Rung.RLIMITS:
-            self._kill_strays(limit)
-
-    def _kill_strays(self, limit: float) -> None:
-        """Where the system call filter may be missing: what a program started, found by its user, else by its session."""
-        while time.monotonic() < limit:
-            strays = [p for p in psutil.process_iter() if p.pid != self._process.pid and self._belongs(p)]
-            if not strays:
-                return
-            for process in strays:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            time.sleep(0.005)
-
-    def _belongs(self, process: psutil.Process) -> bool:
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-            if process.status() == psutil.STATUS_ZOMBIE:
-                return False
-            return process.uids().real == self._uid if self._uid is not None else os.getsid(process.pid) == self._process.pid
-        return False
 
 
 def _children(pid: int) -> list[int]:
@@ -277,6 +257,17 @@ def _children(pid: int) -> list[int]:
         with contextlib.suppress(psutil.NoSuchProcess):
             return [child.pid for child in psutil.Process(pid).children()]
         return []
+
+
+def _kill_child(pid: int, parent: int) -> None:
+    """Kill a child of ``parent``, and by no means another process that has taken its id meanwhile."""
+    with contextlib.suppress(ProcessLookupError):
+        fd = os.pidfd_open(pid)
+        try:
+            if pid in _children(parent):
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+        finally:
+            os.close(fd)
 
 
 def too_much(folder: str, max_files: int, max_bytes: int) -> bool:

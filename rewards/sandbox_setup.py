@@ -27,7 +27,9 @@ MAX_THREADS = 64
 SHARED_THREADS = 1024  # where a sample runs as our own user: on top of what this user has running
 STACK_BYTES = 256 * 2**20
 START_CPU_S = 0.05  # of CPU time goes by before the program starts
-_FIRST_UID, _MAX_PID = 2_000_000_000, 2**22  # no system hands out user ids between 1879048192 and 2147483647
+# User ids that no system hands out: from 1879048192 on, as many as there can be threads; in a container with 65536 users,
+# those above ordinary users and below the ones for services.
+_FREE_UIDS = ((2_000_000_000, 2**22), (20_000, 40_000))
 _CAP_SYS_ADMIN = 21
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
@@ -109,7 +111,6 @@ def payload(
         "landlock_flags": confine.landlock_flags(),
         "limits": _rlimits(limits, distinct_user=uid is not None),
         "seccomp": confine.seccomp_filter(2 if rung is Rung.NAMESPACES else pid),
-        "seccomp_needed": rung is not Rung.RLIMITS,
         "files": list(files.items()),
         "args": list(args),
     }
@@ -122,7 +123,7 @@ def _namespaces() -> list[str]:
     """Bubblewrap's arguments that are always the same: the namespaces, and what is seen there."""
     arguments = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     if not mounts_itself():
-        arguments.append("--unshare-user")
+        arguments += ["--unshare-user", "--cap-drop", "ALL"]
     paths = confine.interpreter_paths()
     # Else bubblewrap makes the folders on the way as private as /root is outside.
     for parent in dict.fromkeys(str(parent) for path in paths for parent in [*Path(path).parents][-2::-1]):
@@ -143,28 +144,33 @@ def bubblewrap() -> str:
 
 @functools.cache
 def mounts_itself() -> bool:
-    """Whether we are root with the right to mount: then no user namespace is needed, and a sample gets a user id of its own."""
+    """Whether we are root with the right to mount: then no user namespace is needed."""
     lines = Path("/proc/self/status").read_text().splitlines()
     effective = next(int(line.split()[1], 16) for line in lines if line.startswith("CapEff:"))
-    return os.geteuid() == 0 and bool(effective >> _CAP_SYS_ADMIN & 1)
+    return _free_uids() is not None and bool(effective >> _CAP_SYS_ADMIN & 1)
 
 
 def own_uid() -> int | None:
-    """As root, a user id that no other sample has now: a thread runs one at a time, and its id is unique on this machine."""
-    if os.geteuid() != 0:
-        return None
-    first, count = _free_uids()
-    return first + threading.get_native_id() % count
+    """As root, a user id that no other sample has now: a thread runs one at a time, and its id is unique on this machine.
+
+    None where a sample runs as our own user: without root, or as the root of a container that knows too few users.
+    """
+    free = _free_uids()
+    return None if free is None else free[0] + threading.get_native_id() % free[1]
 
 
 @functools.cache
-def _free_uids() -> tuple[int, int]:
+def _free_uids() -> tuple[int, int] | None:
     """The first of the user ids for samples, and how many there are."""
+    if os.geteuid() != 0:
+        return None
     spans = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
-    if any(first <= _FIRST_UID and first + count >= _FIRST_UID + _MAX_PID for first, _, count in spans):
-        return _FIRST_UID, _MAX_PID
-    first, _, count = max(spans, key=lambda span: span[2])  # a container that knows few users: the upper half of them
-    return first + count // 2, max(count // 2, 1)
+    known = [
+        (begin, count)
+        for begin, count in _FREE_UIDS
+        if any(first <= begin and begin + count <= first + size for first, _, size in spans)
+    ]
+    return known[0] if known else None
 
 
 def open_to_all(path: str | Path) -> bool:

@@ -438,26 +438,11 @@ def test_weaker_limits_of_ours_are_no_error(rung):
 
 
 def test_limits_alone_still_bound_a_program():
-    ran = run("import os\nfor n in range(100):\n    try: os.fork()\n    except OSError: print(1); break\n", Rung.RLIMITS)
-    assert b"1\n" in ran.stdout
+    assert run("import os; os.fork()", Rung.RLIMITS).stderr.endswith(b"PermissionError: [Errno 1] Operation not permitted\n")
     assert run("x = [0] * 10**10", Rung.RLIMITS).outcome == "memory_limit"
     assert run("while True: pass", Rung.RLIMITS, wall_s=0.5).outcome == "time_limit"
     assert run("while True: print('x' * 1000)", Rung.RLIMITS).outcome == "output_limit"
     assert run("import os; os.abort()", Rung.RLIMITS).signal == "SIGABRT"
-
-
-def test_limits_alone_kill_what_a_program_started_where_there_is_no_filter(monkeypatch):
-    monkeypatch.setattr("rewards.confine.seccomp_filter", lambda *_, **__: b"")  # a kernel that takes none
-    program = """
-        import os, time
-        for n in range(5):
-            if os.fork() == 0:
-                if n: os.setsid() if os.getuid() >= 2_000_000_000 else None
-                os.close(1), os.close(2), os.close(3)
-                time.sleep(1000)
-        print("started")
-    """
-    assert run(program, Rung.RLIMITS).stdout == b"started\n"
 
 
 @pytest.fixture
