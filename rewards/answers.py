@@ -21,10 +21,11 @@ _BRACES = re.compile(r"\\(?:boxed|fbox)\s*+(?:\{|(?P<short>[0-9A-Za-z])(?![0-9A-
 _TAGGED = re.compile(r"<answer>|</answer>", re.IGNORECASE)
 _HASHES = re.compile(r"(?m)^[ \t]*+####[ \t]*+([^\n]*+)")
 _SAID = re.compile(r"(?i)\banswer\b[ \t*_]*+(?:is\b|[:=]|\N{FULLWIDTH COLON})[ \t]*+(?:that\b)?[:*_]*+")
-_BOLD = re.compile(r"\*\*+([^*\n]++)\*\*+|__([^_\n]++)__")
-# Bounded, so that marks that are never closed cost a constant each.
+_BOLD = re.compile(r"(?<!\*)\*\*++([^*\n]++)\*\*++|(?<!_)__([^_\n]++)__")
+# No formula holds another's beginning: so signs that are never closed are each read once.
 _FORMULA = re.compile(
-    r"\$\$([^$]++)\$\$|(?<!\\)\$((?:\\\$|[^$\n])++)(?<!\\)\$|\\\(((?:[^\\\n]|\\[^)\n]){0,2000}+)\\\)|\\\[((?:[^\\]|\\[^\]]){0,2000}+)\\\]"
+    r"\$\$([^$]++)\$\$|(?<!\\)\$((?:\\\$|[^$\n])++)(?<!\\)\$"
+    r"|\\\(((?:[^\\\n]|\\[^()\[\]\n])*+)\\\)|\\\[((?:[^\\]|\\[^()\[\]])*+)\\\]"
 )
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n|\b(?:because|since|which|where)\b|,(?=\s+(?:so|as|and\s+(?:this|that|it|we))\b)")
 _WORD = re.compile(r"[^\W\d_]{2,}")
@@ -75,6 +76,8 @@ def clean(text: str) -> str:
         formula = _FORMULA.fullmatch(text)
         if formula is not None:
             text = next(group for group in formula.groups() if group is not None)
+        elif text.startswith("$") and text.count("$") == 1:  # dollars
+            text = text[1:]
         elif text.endswith((".", ";", ",", ":")) and not text.endswith(("\\.", "\\;", "\\,", "\\:")):
             text = text[:-1]
         if text == before:
