@@ -380,7 +380,9 @@ class RewardConfig:
         None, "address space of one verifier process, in GiB; what asks for more fails; without one, no limit"
     )
     items_per_process: int | None = knob(None, "a verifier process is replaced after so many completions; without one, never")
-    max_failed_share: float = knob(0.5, "share of a step's completions whose verifier may fail before the run stops")
+    max_failed_share: float = knob(
+        0.5, "share of a step's completions that may be without a verdict, zeroed ones included, before the run stops"
+    )
 
 
 @dataclass
