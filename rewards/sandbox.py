@@ -23,7 +23,7 @@ from typing import Literal
 from rewards import confine, sandbox_process
 from rewards.contract import RewardError
 from rewards.sandbox_process import Ended
-from rewards.sandbox_setup import Limits, Rung, bubblewrap
+from rewards.sandbox_setup import START_CPU_S, Limits, Rung, bubblewrap
 
 __all__ = ["Limits", "Ran", "Rung", "available", "choose", "run_python"]
 
@@ -128,8 +128,10 @@ def _judge(ended: Ended, rung: Rung, limits: Limits) -> Ran:
     outcome: Literal["exited", "time_limit", "memory_limit", "output_limit", "crash"] = "exited"
     if ended.killed:
         outcome = "time_limit" if ended.killed == "time" else "output_limit"
-    elif name == "SIGKILL":  # not ours: the limit on CPU time, else the kernel was short of memory
-        outcome = "time_limit" if ended.cpu_s >= limits.cpu_s else "memory_limit"
+    elif ended.cpu_s > limits.cpu_s + START_CPU_S:
+        outcome = "time_limit"
+    elif name == "SIGKILL":  # not ours, nor the limit on CPU time: the kernel was short of memory
+        outcome = "memory_limit"
     elif name is not None:
         outcome = "crash"
     elif code == 1 and ended.stderr.rsplit(b"\n", 2)[-2:] in ([b"MemoryError", b""],):

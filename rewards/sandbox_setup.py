@@ -6,6 +6,7 @@ import functools
 import marshal
 import math
 import os
+import resource
 import shutil
 import stat
 import sys
@@ -26,7 +27,7 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"
 MAX_THREADS = 64
 SHARED_THREADS = 1024  # where a sample runs as our own user: on top of what this user has running
 STACK_BYTES = 256 * 2**20
-START_CPU_S = 0.05  # of CPU time goes by before the program starts
+START_CPU_S = 0.1  # of CPU time may go by before the program starts
 # User ids that no system hands out: from 1879048192 on, as many as there can be threads; in a container with 65536 users,
 # those above ordinary users and below the ones for services.
 _FREE_UIDS = ((2_000_000_000, 2**22), (20_000, 40_000))
@@ -64,7 +65,7 @@ class Rung(StrEnum):
 class Limits:
     """What one program may use."""
 
-    cpu_s: float  # the kernel counts whole seconds: at least this, and at most a second more
+    cpu_s: float  # more is over the limit; the kernel, which counts coarsely, kills somewhat later
     wall_s: float  # from the moment the program starts
     memory_bytes: int  # address space, the interpreter included (about 30 MB)
     output_bytes: int  # each of stdout, stderr and the result
@@ -192,16 +193,24 @@ def _launcher_code() -> Any:
     return compile(Path(launcher.__file__).read_bytes(), "launcher", "exec", optimize=2)
 
 
-def _rlimits(limits: Limits, *, distinct_user: bool) -> list[tuple[str, int]]:
-    return [
-        ("RLIMIT_CPU", max(1, math.ceil(limits.cpu_s + START_CPU_S))),
-        ("RLIMIT_AS", limits.memory_bytes),
-        ("RLIMIT_FSIZE", limits.file_bytes),
-        ("RLIMIT_NOFILE", limits.num_files + 8),
-        ("RLIMIT_NPROC", MAX_THREADS if distinct_user else _num_threads(int(time.monotonic())) + SHARED_THREADS),
-        ("RLIMIT_CORE", 0),
-        ("RLIMIT_STACK", min(limits.memory_bytes, STACK_BYTES)),
-    ]
+def _rlimits(limits: Limits, *, distinct_user: bool) -> list[tuple[int, int, int]]:
+    """Number, soft and hard limit, none above what we may have ourselves."""
+    wanted = {
+        resource.RLIMIT_CPU: math.ceil(1.25 * limits.cpu_s + 1),  # its clock ticks: seen a tenth ahead of the true time
+        resource.RLIMIT_AS: limits.memory_bytes,
+        resource.RLIMIT_FSIZE: limits.file_bytes,
+        resource.RLIMIT_NOFILE: limits.num_files + 8,
+        resource.RLIMIT_NPROC: MAX_THREADS if distinct_user else _num_threads(int(time.monotonic())) + SHARED_THREADS,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_STACK: min(limits.memory_bytes, STACK_BYTES),
+    }
+    result = []
+    for which, limit in wanted.items():
+        hard = resource.getrlimit(which)[1] % 2**64  # unlimited is -1, the largest number
+        soft = min(limit, hard)
+        # Programs for deep recursion ask for an unlimited stack; the address space bounds it.
+        result.append((which, soft, hard if which == resource.RLIMIT_STACK else soft))
+    return result
 
 
 @functools.lru_cache(maxsize=1)

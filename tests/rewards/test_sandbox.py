@@ -177,6 +177,9 @@ def test_cpu_time_ends_and_sleep_does_not_count(rung):
         busy = pool.submit(run, deaf, rung, cpu_s=0.9, wall_s=60)
         idle = pool.submit(run, "import time; time.sleep(2); print(1)", rung, cpu_s=0.9)
     assert (busy.result().outcome, busy.result().signal) == ("time_limit", "SIGKILL")
+    # Coarse clocks kill late: a program that ends by itself meanwhile was over the limit all the same.
+    late = run("import time\nwhile time.process_time() < 0.8: pass\nprint(1)", rung, cpu_s=0.5)
+    assert (late.outcome, late.exit_code, late.signal, late.stdout) == ("time_limit", None, None, b"1\n")
     assert idle.result().stdout == b"1\n"
 
 
