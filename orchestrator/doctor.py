@@ -54,7 +54,7 @@ def doctor() -> int:
     findings += check_imports([*HEAVY, *(name for name in SIDE_PACKAGES if name in installed)], installed)
     findings += check_machine()
     findings += check_ports(node_address(), _can_bind)
-    findings += check_isolation(available())
+    findings += check_isolation({rung.value: reason for rung, reason in available().items()})
     findings.append(check_gpu(installed.get("torch", "")))
     show(findings, Console())
     return EXIT_FAIL if any(finding.state == FAIL for finding in findings) else 0
