@@ -28,7 +28,8 @@ CHUNK_S = 0.01  # a process is sent about as many calls as it answers in this
 STUCK_S = 0.2  # a call that runs longer holds up those sent with it: they go to another process
 GRACE_S = 2.0  # beyond its deadline, for an async call to be cancelled in its process
 CPU_LIMIT = f"was killed by {signal.Signals.SIGXCPU.name}"
-MAX_TRIES = 3  # processes that may end before an item is begun until that item is given up
+MAX_TRIES = 3  # processes that may end before an item is begun until that item is given up; starts in place of one that was lost
+RESTART_S = 1.0  # before the second of these, and twice that before the third
 
 
 @dataclass(eq=False, slots=True)
@@ -166,10 +167,18 @@ class Lane:
 
     def _start(self, seat: Seat) -> WorkerProcess | None:
         seat.num_sent, seat.is_full = 0, False
-        try:
-            seat.process = WorkerProcess(self._setup, seat.news[0].fileno(), lambda: self._ended)
-        except RewardError as error:
-            seat.failure = str(error)
+        # What has worked once may work again: memory, processes or files may be short for a moment.
+        for num_tries in range(MAX_TRIES if seat.tried.is_set() else 1):
+            with self._changed:
+                if self._changed.wait_for(lambda: self._ended, num_tries * RESTART_S):
+                    raise Woken
+            try:
+                seat.process = WorkerProcess(self._setup, seat.news[0].fileno(), lambda: self._ended)
+                break
+            except RewardError as error:
+                seat.failure = str(error)
+            except OSError as error:
+                seat.failure = f"a verifier process can not be started: {error}"
         seat.tried.set()
         return seat.process
 

@@ -122,7 +122,8 @@ class WorkerProcess:
         Raises EOFError or OSError when the process has ended, `GarbledError` where that is no message, `Woken` when the process is no
         more wanted.
         """
-        while b"\n" not in self._received:
+        data = b""
+        while b"\n" not in data:  # only what is new is looked through
             self._poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
             ready = dict(self._poll.poll(max(0.0, limit - time.monotonic()) * 1000))
             if self._news_fd in ready:

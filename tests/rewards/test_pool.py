@@ -1,6 +1,9 @@
 """The pool with real processes and verifiers that do their worst."""
 
 import asyncio
+import errno
+import itertools
+import json
 import os
 import signal
 import subprocess
@@ -14,11 +17,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+import rewards.lane
 import rewards.process
 from configs.errors import ConfigError
 from configs.schema import RewardConfig, RewardPart
 from rewards.contract import RewardError, RewardItem
 from rewards.pool import RewardPool
+from rewards.worker import read_score
 from rollout.records import Outcome, Status
 
 pytestmark = pytest.mark.timeout(90)
@@ -263,6 +268,76 @@ def test_a_verifier_that_gets_hold_of_the_pools_connection_harms_no_other(pool, 
     assert pool.score([item("1")])[0].value == 1.0
 
 
+FIELDS = {"status": "ok", "outcome": "right", "value": 1.0, "accuracy": 1.0, "parts": {}, "extracted": None, "time_s": 0.1}
+FIELDS |= {"detail": "", "measures": {}, "consequence": "none"}
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        {"value": "x"},
+        {"value": None},
+        {"value": float("nan")},
+        {"accuracy": "x"},
+        {"time_s": "x"},
+        {"measures": [1.0]},
+        {"measures": {"m": None}},
+        {"detail": [1]},
+        {"extracted": 1},
+        {"parts": 3},
+        {"consequence": "fail"},
+        {"status": "error"},
+    ],
+)
+def test_the_parent_takes_no_fields_that_it_can_not_count_with(strange):
+    assert read_score(list(FIELDS.values())).value == 1.0
+    with pytest.raises((TypeError, ValueError)):
+        read_score(list((FIELDS | strange).values()))
+
+
+def test_a_forged_verdict_on_the_call_under_way_harms_no_other():
+    with make_pool(obey=part("obey")) as pool:
+        forged = "scribble " + json.dumps(["done", 1, False, [list((FIELDS | {"measures": [1.0]}).values())]])
+        scores = pool.score([item(forged), item("1")])
+        assert [s.status for s in scores] == [Status.ERROR, Status.OK]
+        assert "wrote into the pool's connection" in scores[0].detail
+
+
+def short_of_processes(monkeypatch, fails):
+    """The starts of these numbers, from 1, find no more processes to be had."""
+    starts, popen = itertools.count(1), subprocess.Popen
+
+    def start(*args, **keys):
+        if next(starts) in fails:
+            raise BlockingIOError(errno.EAGAIN, "no more processes")
+        return popen(*args, **keys)
+
+    monkeypatch.setattr(rewards.process.subprocess, "Popen", start)
+    monkeypatch.setattr(rewards.lane, "RESTART_S", 0.05)
+
+
+def test_what_a_new_process_lacks_for_a_moment_costs_nothing(monkeypatch):
+    short_of_processes(monkeypatch, {2, 3})
+    with make_pool(obey=part("obey")) as pool:
+        scores = pool.score([item(c) for c in ("exit 3", "1", "1")])
+        assert [s.value for s in scores] == [None, 1.0, 1.0]
+
+
+def test_without_a_new_process_items_are_errors_and_the_pool_goes_on(monkeypatch):
+    short_of_processes(monkeypatch, range(2, 8))
+    with make_pool(obey=part("obey")) as pool:
+        scores = pool.score([item(c) for c in ("exit 3", "1")])
+        assert [s.status for s in scores] == [Status.ERROR, Status.ERROR]
+        assert "can not be started: [Errno 11] no more processes" in scores[1].detail
+        assert pool.score([item("1")])[0].value == 1.0
+
+
+def test_a_first_process_that_can_not_be_started_is_told_at_once(monkeypatch):
+    short_of_processes(monkeypatch, {1})
+    with pytest.raises(RewardError, match="can not be started"):
+        make_pool(obey=part("obey"))
+
+
 def test_cpu_time_is_bounded_anew_for_each_call():
     """The limit moves with the time already used; beyond it the status is that of a deadline."""
     with make_pool(timeout_s=3.0, obey=part("obey")) as pool:
@@ -467,6 +542,7 @@ SCRIPT = textwrap.dedent("""
     from configs.schema import RewardConfig, RewardPart
     from rewards.contract import RewardItem
     from rewards.pool import RewardPool
+from rewards.worker import read_score
 
     print("main runs", flush=True)
     pool = RewardPool(RewardConfig(parts={"obey": RewardPart(function=sys.argv[1])}, num_workers=2, timeout_s=60.0))
