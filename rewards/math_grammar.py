@@ -38,7 +38,7 @@ def read(text: str) -> Node:
     items = parser.items()
     if parser.position < len(found):
         raise Unreadable(f"'{parser.peek}' was not expected")
-    return listed(items)
+    return spread(listed(items))
 
 
 def choice(text: str) -> str | None:
@@ -138,7 +138,7 @@ class _Parser(FormulaParser):
 
     def quantity(self) -> Node:
         self.unit = None
-        value = spread(self.sum())
+        value = self.sum()
         if self.position < len(self.tokens) and self.unit is None:
             ending = unit_at(self.tokens, self.position)
             if ending is not None:

@@ -60,9 +60,13 @@ def flat(items: list[Node]) -> Iterator[Node]:
 
 
 def spread(node: Node) -> Node:
-    r"""``a \pm b`` as the list of its two values."""
+    r"""``a \pm b`` as the list of its two values, wherever in a structure it stands. All its signs go together."""
     if not _holds(node, ("pm", "mp")):
         return node
+    if node.kind in ("list", "set"):
+        return Node(node.kind, tuple(flat([spread(member) for member in node.args])))
+    if node.kind == "chain":
+        return Node("chain", (node.args[0], tuple(spread(side) for side in node.args[1])))
     return Node("list", (_signed(node, 1), _signed(node, -1)))
 
 

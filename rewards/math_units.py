@@ -21,6 +21,7 @@ FACTORS = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9
 PERCENT = frozenset(("percent", "percentage", "pct"))
 SEPARATORS = frozenset(("and", "or"))
 
+_PER_HOUR = {"kph": "km", "mph": "mile"}
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3}
 _ENDS = frozenset([",", ";", ")", "]", "}", "\\}", "=", "<", ">", "<=", ">=", "!=", "\\approx", "\\in", "\\and", "\\or"])
 # After a number these change what is said; the answer is then no number with a unit.
@@ -88,7 +89,7 @@ def unit_at(tokens: Sequence[Token], start: int) -> tuple[int, str] | None:
     unit, position = _Unit(), start
     while position < len(tokens):
         kind, text, spaced = tokens[position]
-        if kind == "text" or (kind == "word" and (len(text) > 1 or (spaced and text in SINGLE_UNITS))):
+        if kind == "text" or (kind == "word" and (len(text) > 1 or ((spaced or unit.is_divided) and text in SINGLE_UNITS))):
             if kind == "word" and text in SEPARATORS:
                 break
             words = text.replace("/", " per ").replace(".", " ").replace("^", " ").replace("-", " ").split()
@@ -121,6 +122,10 @@ class _Unit:
         return self._known and not self.parts
 
     @property
+    def is_divided(self) -> bool:
+        return self._sign < 0
+
+    @property
     def name(self) -> str:
         if not self._known:
             return ""
@@ -141,7 +146,7 @@ class _Unit:
         elif lower in _POWERS:
             self._power = _POWERS[lower]
         elif (unit := _unit(word)) is not None:
-            self.parts.append((unit, self._sign * self._power))
+            self.parts += [(unit, self._sign * self._power)] if unit not in _PER_HOUR else [(_PER_HOUR[unit], 1), ("hour", -1)]
             self._power = 1
         elif _is_unknown_unit(word, in_text=in_text, after_blank=spaced or not self.is_empty):
             self._known = False

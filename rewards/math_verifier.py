@@ -89,7 +89,7 @@ def _reference(answer: Any) -> str:
     if isinstance(answer, str):
         box = last_box(answer)
         gold = clean(box if box is not None else answer.rpartition("####")[2])
-        if gold:
+        if gold.strip("$ "):
             return gold
     raise InvalidItem(
         f"the reference answer {json.dumps(answer, default=repr)[:200]} is no text or number; write it as '42', '\\\\frac{{1}}{{2}}' or 42"
