@@ -285,7 +285,7 @@ class Job:
             max_token_lag=config.rollout.max_token_lag,
             max_failed_share=config.reward.max_failed_share,
             num_steps=self.num_steps,
-            verifier_s=longest_s(config.reward),
+            verifiers_s=functools.partial(longest_s, config.reward),
             deadlines=widened(config.deadlines) if self._turns else config.deadlines,
         )
 
