@@ -41,11 +41,19 @@ _EDGES = ' \t\r\n*_`"\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MAR
 
 def find_answer(completion: str, *, require_box: bool, prompt: str = "") -> str | None:
     """The answer as written, without the marks around it (``73``, never ``**73**``), or None."""
-    text = _after_reasoning(completion, prompt)
+    text = after_reasoning(completion, prompt)
     box = last_box(text)
     if box is not None or require_box:
         return box
     return _unboxed(text)
+
+
+def final_text(completion: str, prompt: str = "") -> str:
+    """Where the verifiers of plain text seek an answer: what follows the reasoning (rule 1), and of that the last ``<answer>`` block
+    where there is one, blank or not. Empty where nothing follows it."""
+    text = after_reasoning(completion, prompt)
+    tagged = last_tagged(text)
+    return (text if tagged is None else tagged).strip()
 
 
 def last_box(text: str) -> str | None:
@@ -84,14 +92,15 @@ def clean(text: str) -> str:
             return text
 
 
-def _after_reasoning(completion: str, prompt: str) -> str:
+def after_reasoning(completion: str, prompt: str) -> str:
+    """What rule 1 leaves."""
     _, closed, text = completion.rpartition("</think>")
     return "" if not closed and prompt.rstrip().endswith("<think>") else text.partition("<think>")[0]
 
 
 def _unboxed(text: str) -> str | None:
-    tagged = _last_tagged(text)
-    if tagged is not None:
+    tagged = last_tagged(text)
+    if tagged is not None and tagged.strip():
         return _said(tagged) or _plain(tagged) or clean(tagged) or None
     hashes = None
     for hashes in _HASHES.finditer(text):  # noqa: B007 - the last one is used
@@ -101,14 +110,15 @@ def _unboxed(text: str) -> str | None:
     return _said(text) or _plain(text)
 
 
-def _last_tagged(text: str) -> str | None:
+def last_tagged(text: str) -> str | None:
+    """What the last closed ``<answer>`` block holds."""
     found, start = None, None
     for tag in _TAGGED.finditer(text):
         if tag[0][1] != "/":
             start = tag.end()
         elif start is not None:
             found, start = text[start : tag.start()], None
-    return found if found is not None and found.strip() else None
+    return found
 
 
 def _said(text: str) -> str | None:

@@ -95,8 +95,8 @@ class _Nursery:
     def ask(self, request: bytes, library: bool, limit_s: float) -> list[str]:
         """What a child said before it ended or was done; nothing where it or the nursery had ended before."""
         with self._lock:
-            idle = self._idle[library]
-            child = idle.pop() if idle else self._fork(library)
+            fresh = not self._idle[library]
+            child = self._fork(library) if fresh else self._idle[library].pop()
         if child is None:
             return []
         deadline = time.monotonic() + limit_s + (30.0 if library else 0.0)  # the first time it is loaded
@@ -114,6 +114,8 @@ class _Nursery:
                 self._idle[library].append(child)
             elif not data:
                 self._idle[library].clear()  # it had ended while it waited; others may have, too
+                if fresh:
+                    self._await_end()
             elif not self._lives():
                 return []  # the child ended with the nursery, by no fault of the question
         return data.decode().split("\n")[: -2 if data.endswith(b"\n\n") else -1]
@@ -127,8 +129,15 @@ class _Nursery:
             try:
                 socket.send_fds(self._socket, [b"library" if library else b"formula"], [theirs.fileno()])
             except OSError:
+                self._await_end()
                 return None
         return mine
+
+    def _await_end(self) -> None:
+        """What has been killed is not gone at once."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if self._process is not None:
+                self._process.wait(1.0)
 
     def _lives(self) -> bool:
         return self._process is not None and self._process.poll() is None

@@ -31,6 +31,10 @@ from rollout.records import Outcome
 
 _INTEGER = re.compile(r"\s*(?P<sign>[+-]?)\s*(?P<digits>[0-9]++)\s*\.?\s*")
 _DIGITS = re.compile(r"[-+\N{MINUS SIGN}\d\s,.{}!\\~']*+")
+_WORDS = re.compile(r"\\(?:text|mbox|hbox)")
+_LIBRARY = re.compile(
+    r"\\(?:i{1,3}nt|oint|sum|prod|lim|setminus|backslash|cap|b?mod|pmod|det|operatorname|begin|Re|Im|arg|bar|overline)(?![A-Za-z])"
+)
 _LIMITS = {Found.TIME_LIMIT: Outcome.TIME_LIMIT, Found.MEMORY_LIMIT: Outcome.MEMORY_LIMIT}
 
 
@@ -107,16 +111,26 @@ def _without_symbols(found: str, gold: str, decimal_digits: int) -> bool | None:
         return letters
     mine, theirs = _structure(found), _structure(gold)
     if mine is None or theirs is None:
-        if plain_words(found) == plain_words(gold):
-            return True
-        if max(len(found), len(gold)) > MAX_LENGTH:
-            return False
-        # Only what is written as a formula is worth a second reader.
-        return None if "\\" in gold or ("\\" in found and theirs is not None and theirs.kind != "text") else False
+        return _unread(found, gold, gold_is_read=theirs is not None)
     try:
         return same(mine, theirs, Exact(decimal_digits))
     except Undecided:
         return None
+
+
+def _unread(found: str, gold: str, *, gold_is_read: bool) -> bool | None:
+    """The same where our grammar does not know one of both.
+
+    A reference answer is then words, unless it is written as a formula. Only formulas of the kinds in `_LIBRARY` are worth a second reader:
+    of other text math-verify takes the part it can read, ``5`` of ``5 \\text{ or maybe 6}``.
+    """
+    if plain_words(found) == plain_words(gold):
+        return True
+    if not gold_is_read and "\\" in gold and not _LIBRARY.search(gold) and not _WORDS.search(gold):
+        raise InvalidItem(f"the reference answer {gold[:200]!r} can not be read as a formula; words belong into \\text{{}}")
+    if max(len(found), len(gold)) > MAX_LENGTH or _WORDS.search(found) or _WORDS.search(gold):
+        return False
+    return None if _LIBRARY.search(gold) or _LIBRARY.search(found) else False
 
 
 def _choices(found: str, gold: str) -> bool | None:

@@ -72,9 +72,15 @@ x^2+2x+1 ~ (x+1)^3 ; x ~ \sqrt{x^2} ; x ~ y ; y=2x+1 ~ y=2x-1 ; \sqrt2+10^{-50} 
 """
 
 
+DIFFERENT += r"""
+5 \text{ or maybe 6} ~ 5 ; 5 \text{ or } 6 \text{ whatever is right} ~ 5 ; \text{not } 5 ~ 5 ; \text{either }5\text{ or }7 ~ 5 ; 5 \ldots ~ 5 ; \cancel{7}5 ~ 5
+5 \to 7 ~ 7 ; 5\Rightarrow7 ~ 7 ; 5\; \text{if } x>0 ~ 5
+"""
+
+
 def pairs(table):
     return [
-        tuple(side.strip() for side in pair.split(" ~ ")) for line in table.strip().splitlines() for pair in line.split(" ; ")
+        tuple(side.strip() for side in pair.split(" ~ ")) for line in table.splitlines() if line for pair in line.split(" ; ")
     ]
 
 
@@ -88,7 +94,7 @@ def test_not_the_same(pred, gold):
     assert value(pred, gold) == 0.0
 
 
-@pytest.mark.parametrize("text", sorted({side for pair in pairs(EQUAL + DIFFERENT.lstrip()) for side in pair}))
+@pytest.mark.parametrize("text", sorted({side for pair in pairs(EQUAL + DIFFERENT) for side in pair}))
 def test_every_answer_equals_itself(text):
     assert value(text, text) == 1.0
 
