@@ -227,17 +227,17 @@ def _call(verifier: Verifier, items: Sequence[RewardItem], options: Mapping[str,
 
 def _read_call(verifier: Verifier, returned: Any, num_items: int, time_s: float) -> list[Score]:
     """The scores in what one call returned or raised; each item bears an equal share of its time."""
-    results: list[Any]
+    verdicts: list[Verdict | BaseException]
     try:
         if isinstance(returned, _Raised):
-            results = [returned.error] * num_items
+            verdicts = [returned.error] * num_items
         elif verifier.is_batch:
-            results = _listed(returned, num_items)
+            verdicts = [_read_result(result) for result in _listed(returned, num_items)]
         else:
-            results = [read_return(returned)]
+            verdicts = [read_return(returned)]
     except Exception as error:
-        results = [error] * num_items
-    return [_read_result(verifier, result, time_s / num_items) for result in results]
+        verdicts = [error] * num_items
+    return [_as_score(verifier, verdict, time_s / num_items) for verdict in verdicts]
 
 
 def _listed(returned: Any, num_items: int) -> list[Any]:
@@ -254,11 +254,14 @@ def _listed(returned: Any, num_items: int) -> list[Any]:
     return list(returned)
 
 
-def _read_result(verifier: Verifier, result: Any, time_s: float) -> Score:
+def _read_result(result: Any) -> Verdict | BaseException:
     try:
-        verdict = result if isinstance(result, BaseException) else read_return(result)
+        return result if isinstance(result, BaseException) else read_return(result)
     except Exception as error:
-        verdict = error
+        return error
+
+
+def _as_score(verifier: Verifier, verdict: Verdict | BaseException, time_s: float) -> Score:
     if isinstance(verdict, BaseException):
         known = ((InvalidItem, Status.INVALID), (Abstain, Status.ABSTAIN), (TimeoutError, Status.TIMEOUT))
         status = next((status for kind, status in known if isinstance(verdict, kind)), Status.ERROR)

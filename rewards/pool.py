@@ -214,6 +214,7 @@ class RewardPool:
 
     def _finish(self, state: _Item, score: Score) -> None:
         with self._changed:
+            state.tasks.clear()  # they know the item: so its text is freed at once, not when cycles are looked for
             batch = state.batch
             batch.scores[state.place] = score
             batch.num_left -= 1

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import gc
 import itertools
 import json
 import os
@@ -22,6 +23,7 @@ import rewards.process
 from configs.errors import ConfigError
 from configs.schema import RewardConfig, RewardPart
 from rewards.contract import RewardError, RewardItem
+from rewards.lane import MAX_CALLS, Task
 from rewards.pool import RewardPool
 from rewards.worker import read_score
 from rollout.records import Outcome, Status
@@ -338,6 +340,19 @@ def test_a_first_process_that_can_not_be_started_is_told_at_once(monkeypatch):
         make_pool(obey=part("obey"))
 
 
+def test_what_was_scored_is_let_go_of_at_once(pool):
+    """Texts are long, and so few objects that the collector of cycles hardly ever comes."""
+    pool.score([item("1")])
+    gc.collect()
+    gc.disable()
+    try:
+        pool.score([item("1")] * 200)
+        left = sum(isinstance(thing, Task) for thing in gc.get_objects())
+    finally:
+        gc.enable()
+    assert left <= 2 * MAX_CALLS, "the last calls of each process"
+
+
 def test_cpu_time_is_bounded_anew_for_each_call():
     """The limit moves with the time already used; beyond it the status is that of a deadline."""
     with make_pool(timeout_s=3.0, obey=part("obey")) as pool:
@@ -541,7 +556,8 @@ SCRIPT = textwrap.dedent("""
     import contextlib, sys, threading, time
     from configs.schema import RewardConfig, RewardPart
     from rewards.contract import RewardItem
-    from rewards.pool import RewardPool
+    from rewards.lane import MAX_CALLS, Task
+from rewards.pool import RewardPool
 from rewards.worker import read_score
 
     print("main runs", flush=True)
