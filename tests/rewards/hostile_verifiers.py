@@ -123,6 +123,31 @@ def _many_forks(path):
     time.sleep(3600)
 
 
+def _relays(folder):
+    """Forty lines of processes, each of which starts the next and ends; they stand in a folder to be known by."""
+    os.chdir(folder)
+    for _ in range(40):
+        if os.fork() == 0:
+            os.setsid()
+            while True:
+                if os.fork():
+                    os._exit(0)
+    time.sleep(3600)
+
+
+def _bomb(folder):
+    """Every process starts others without end; a hundred at once, by the kernel's count for a user, which is none for root."""
+    os.chdir(folder)
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setuid(54321)
+    mine = [p for p in Path("/proc").glob("[0-9]*/task/*") if p.exists() and p.stat().st_uid == os.getuid()]
+    resource.setrlimit(resource.RLIMIT_NPROC, (len(mine) + 100,) * 2)
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            os.fork()
+
+
 def _scribble(text):
     """Writes into every open file but the first three: the pool's connection is among them."""
     for fd in map(int, os.listdir("/proc/self/fd")):
@@ -198,6 +223,8 @@ ACTS = {
     "fork_and_die": _fork_and_die,
     "escape_and_die": _escape_and_die,
     "many_forks": _many_forks,
+    "relays": _relays,
+    "bomb": _bomb,
     "keep_memory": _keep_memory,
     "cpu_limit": _cpu_limit,
     "burn": lambda seconds: _burn(float(seconds)),

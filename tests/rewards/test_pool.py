@@ -1,6 +1,7 @@
 """The pool with real processes and verifiers that do their worst."""
 
 import asyncio
+import contextlib
 import errno
 import gc
 import itertools
@@ -242,6 +243,24 @@ def test_what_a_verifier_starts_in_sessions_of_its_own_dies_with_its_process(poo
     time.sleep(0.3)
     assert len(noted(notes, 20)) == count  # and no more came
     assert pool.score([item("1")])[0].value == 1.0
+
+
+@pytest.mark.parametrize("act", ["relays", "bomb"])
+def test_processes_that_start_others_without_end_are_ended(tmp_path, act):
+    with make_pool(timeout_s=0.5, obey=part("obey")) as pool:
+        scores = pool.score([item(f"{act} {tmp_path}"), item("1")])
+    assert [s.status for s in scores] == [Status.TIMEOUT, Status.OK]
+    assert standing_in(tmp_path) == []
+
+
+def standing_in(folder):
+    """Processes whose working directory it is, but for those that have ended."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.status() != psutil.STATUS_ZOMBIE and process.cwd() == str(folder):
+                found.append(process)
+    return found
 
 
 def test_a_verifier_that_turns_on_its_group_or_its_supervisor_costs_its_item_only(pool):
@@ -556,9 +575,7 @@ SCRIPT = textwrap.dedent("""
     import contextlib, sys, threading, time
     from configs.schema import RewardConfig, RewardPart
     from rewards.contract import RewardItem
-    from rewards.lane import MAX_CALLS, Task
-from rewards.pool import RewardPool
-from rewards.worker import read_score
+    from rewards.pool import RewardPool
 
     print("main runs", flush=True)
     pool = RewardPool(RewardConfig(parts={"obey": RewardPart(function=sys.argv[1])}, num_workers=2, timeout_s=60.0))
