@@ -78,7 +78,14 @@ def test_outputs_that_some_rows_wrap_in_a_list():
             "f",
         ),
         ({"test_list": ["assert f(m) == 2"], "test_setup_code": "m = 1"}, [("m = 1", "f(m)", 2)], "f"),
-        ({"test_list": ["assert not f(1)"], "test_setup_code": None}, [("\nassert not f(1)",)], None),
+        ({"test_list": ["assert not f(1)"], "test_setup_code": None}, [("\nassert not f(1)",)], "f"),
+        (["assert 2 == f(1)", "assert sorted(f(2)) == [1]"], [("", "f(1)", 2), ("", "sorted(f(2))", [1])], "f"),
+        (["import math\nassert math.isclose(f(1), 2)"], [("\nimport math\nassert math.isclose(f(1), 2)",)], "f"),
+        (
+            {"test": "def check(c): assert c(1)", "entry_point": "Solution().f"},
+            [("\ndef check(c): assert c(1)\n\ncheck(Solution().f)\n",)],
+            "f",
+        ),
         (
             {"test": "def check(candidate):\n    assert candidate(1) == 2", "entry_point": "f"},
             [("\ndef check(candidate):\n    assert candidate(1) == 2\n\ncheck(f)\n",)],
@@ -131,6 +138,8 @@ def test_asserts(answer, requests, function):
         ({"inputs": [1], "outputs": ["2"]}, "test 1: stdin is 1"),
         ({"test_list": []}, "test_list is an empty list"),
         ({"test": "def check(c): pass", "entry_point": "f g"}, "entry_point is 'f g'"),
+        ({"test": "def check(c): pass", "entry_point": "Solution().f()"}, "entry_point is 'f()'"),
+        ({"test": "def check(c): pass", "entry_point": None}, "entry_point is None"),
     ],
 )
 def test_an_answer_without_readable_tests_is_invalid_and_says_why(answer, words):
