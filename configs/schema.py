@@ -381,7 +381,9 @@ class RewardConfig:
     )
     items_per_process: int | None = knob(None, "a verifier process is replaced after so many completions; without one, never")
     max_failed_share: float = knob(
-        0.5, "share of a step's completions that may be without a verdict, zeroed ones included, before the run stops"
+        0.5,
+        "share of the completions of a step, or of an evaluation, that may be without a verdict, zeroed ones included, before the run "
+        "stops",
     )
 
 

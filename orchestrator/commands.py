@@ -143,7 +143,8 @@ def evaluate_model(config: Config) -> int:
             raise DataError(
                 "data.held_out_per_stratum: no prompt is held out, at most a fifth of a stratum is; there is nothing to ask"
             )
-        result = await evaluate(fleet, scorer, held_out, num_samples=config.evaluation.num_samples, version=0)
+        num_samples, max_failed_share = config.evaluation.num_samples, config.reward.max_failed_share
+        result = await evaluate(fleet, scorer, held_out, num_samples=num_samples, version=0, max_failed_share=max_failed_share)
         for line in evaluation_lines(config.checkpoint_dir or config.model.path, None, result):
             print(line)
         return 0

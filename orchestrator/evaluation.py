@@ -12,6 +12,8 @@ from statistics import fmean
 from typing import Any
 
 from configs.schema import EvaluationConfig
+from orchestrator.errors import RunStopped
+from orchestrator.failures import over_budget
 from orchestrator.fleet import RayFleet
 from orchestrator.handles import Scorer
 from orchestrator.metrics import pass_at_k
@@ -66,15 +68,22 @@ def choose_prompts(held_out: Sequence[Prompt], config: EvaluationConfig) -> list
 
 
 async def evaluate(
-    fleet: RayFleet, scorer: Scorer, prompts: Mapping[str, Prompt], *, num_samples: int, version: int
+    fleet: RayFleet, scorer: Scorer, prompts: Mapping[str, Prompt], *, num_samples: int, version: int, max_failed_share: float
 ) -> Evaluation:
-    """Samples ``num_samples`` completions of every prompt and scores them. No push may happen meanwhile."""
+    """Samples ``num_samples`` completions of every prompt and scores them. No push may happen meanwhile.
+
+    Raises RunStopped where more than this share got no verdict: a pass rate of the few that did would pass for one of all.
+    """
     visits = [Visit(prompt_id, 0, Purpose.EVAL) for prompt_id in prompts]
     finished = await fleet.evaluate(visits)
     versions = {(item.meta.min_version, item.meta.max_version) for item in finished}
     if versions != {(version, version)}:
         raise RuntimeError(f"an evaluation of version {version} got tokens of versions {sorted(versions)}")
-    return summarize(await scorer.score(finished), prompts, num_samples=num_samples, version=version)
+    scored = await scorer.score(finished)
+    over = over_budget(scored, max_failed_share, f"the evaluation of version {version}")
+    if over is not None:
+        raise RunStopped(over.message)
+    return summarize(scored, prompts, num_samples=num_samples, version=version)
 
 
 def summarize(scored: Sequence[Scored], prompts: Mapping[str, Prompt], *, num_samples: int, version: int) -> Evaluation:

@@ -341,7 +341,12 @@ class Job:
         before = next(iter(self._evaluations.values()), None)
         evaluation = await self._wait(
             evaluate(
-                self._fleet, self._scorer, self._held_out, num_samples=self.config.evaluation.num_samples, version=self._version
+                self._fleet,
+                self._scorer,
+                self._held_out,
+                num_samples=self.config.evaluation.num_samples,
+                version=self._version,
+                max_failed_share=self.config.reward.max_failed_share,
             ),
             "rollout workers",
             "evaluation",

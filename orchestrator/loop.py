@@ -29,12 +29,13 @@ from configs.errors import ConfigError
 from configs.schema import DeadlinesConfig, WhenShort
 from learner.selection import Decision
 from orchestrator.errors import RunStopped
+from orchestrator.failures import over_budget
 from orchestrator.handles import Fleet, LearnerHandle, Lost, Observer, Pusher, Scorer
 from orchestrator.ledger import Ledger, Pick
-from orchestrator.metrics import pass_rate_histogram, status_counts
+from orchestrator.metrics import pass_rate_histogram
 from orchestrator.stages import Batch, Finished, Judged, Kept, LoopState, Scored, StepOutcome
 from orchestrator.waits import Waits
-from rollout.records import Consequence, GroupMeta, Score, Status, Visit
+from rollout.records import Consequence, GroupMeta, Score, Visit
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,19 +386,10 @@ class Loop:
                 return []
 
     def _check_verifiers(self) -> None:
-        statuses = status_counts(self._seen)
-        details = Counter(score.detail for scored in self._seen for score in scored.scores if not score.has_verdict)
-        failed = details.total()
-        if failed > self._settings.max_failed_share * statuses.total():
-            detail, times = details.most_common(1)[0]
-            zeroed = failed - (statuses.total() - statuses[Status.OK])
-            counts = [f"{status}: {count}" for status, count in statuses.items()] + [f"zeroed of these: {zeroed}"] * bool(zeroed)
-            self._observer.event("verifier_failed", step=self.step + 1, messages=dict(details.most_common(20)))
-            raise RunStopped(
-                f"the verifier failed on {failed} of {statuses.total()} completions of step {self.step + 1} "
-                f"({', '.join(counts)}), more than "
-                f"reward.max_failed_share={self._settings.max_failed_share:g} allows; {times} times it said: {detail or 'nothing'}"
-            )
+        over = over_budget(self._seen, self._settings.max_failed_share, f"step {self.step + 1}")
+        if over is not None:
+            self._observer.event("verifier_failed", step=self.step + 1, messages=dict(over.details.most_common(20)))
+            raise RunStopped(over.message)
 
     def _used_up(self) -> bool:
         return self._ledger.used_up and not self._running
