@@ -51,6 +51,7 @@ class Found(StrEnum):
     DIFFERENT = "different"
     TIME_LIMIT = "time_limit"  # of the prediction
     MEMORY_LIMIT = "memory_limit"
+    CRASH = "crash"  # an error while the prediction was compared, which must not be a way out of a 0
     GOLD = "gold"  # the reference answer can not be read or evaluated
 
 
@@ -70,6 +71,8 @@ def compare(pred: str, gold: str, *, library: bool, decimal_digits: int, timeout
         raise RuntimeError("the processes that compare formulas end before they answer")
     *before, last = heard
     if last.startswith("failed"):
+        if "ready" in before:
+            return Found.CRASH
         raise RuntimeError(f"comparing {pred[:200]!r} with {gold[:200]!r} {last}")
     if last == "begun" or (last == Found.MEMORY_LIMIT and "ready" not in before):
         return Found.GOLD
