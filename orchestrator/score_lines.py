@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from configs.functions import check_params
 from configs.schema import RewardConfig, RewardPart
 from rewards.compose import applicable, options_of
 from rewards.contract import GIVEN, RewardError, RewardItem
+from rewards.strict_json import read_json
 from rewards.verifiers import load_verifier
 
 READ_BYTES = 1 << 18
@@ -64,7 +64,7 @@ class LineParser:
         self._number += 1
         if not line.strip():
             return None
-        row = self._row(line.removeprefix(b"\xef\xbb\xbf") if self._number == 1 else line)
+        row = self._row(line)
         for key in WRITTEN:
             if key in row:
                 raise self._error(f"the key {key!r} is one that limen score writes; rename it in the input")
@@ -90,11 +90,9 @@ class LineParser:
 
     def _row(self, line: bytes) -> dict[str, Any]:
         try:
-            row = json.loads(line.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite)
+            row = read_json(line)
         except UnicodeDecodeError as error:
             raise self._error(f"is not UTF-8 (byte {error.start + 1})") from error
-        except RecursionError as error:
-            raise self._error("is nested too deeply") from error
         except ValueError as error:
             raise self._error(f"is not valid JSON: {error}") from error
         if not isinstance(row, dict):
@@ -151,14 +149,3 @@ def _refusal(
 def _kind(value: Any) -> str:
     names = {bool: "a bool", int: "a number", float: "a number", str: "a text", list: "a list", dict: "an object"}
     return names.get(type(value), "null")
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"the number {text[:40]} is too large")
-    return number
