@@ -169,6 +169,7 @@ BAD = {
     b'{"completion": "4", "x": 1e999}': "the number 1e999 is too large",
     b'{"completion": "4", "x": ' + b"9" * 5000 + b"}": "is not valid JSON",
     b'{"x": ' + b"[" * 100_000: "is nested too deeply",
+    b'{"completion": "4", "answer": {"a": 1, "b": 2, "a": 3}}': "the key 'a' stands twice in an object",
     b'{"completion": "\xff"}': "is not UTF-8 (byte 17)",
     b'["4", 4]': 'is not a JSON object; write {"completion": ..., "answer": ...}',
     b'{"answer": 4}': "has no 'completion'",
@@ -261,6 +262,21 @@ def test_what_is_refused_before_a_line_is_read(tmp_path):
         assert errors.splitlines()[-1].startswith(f"limen: {words}")
     assert there.read_bytes() == before
     assert list(tmp_path.iterdir()) == [there], "what is refused leaves no file"
+
+
+@pytest.mark.parametrize(("closed", "key"), [("<&-", "input"), (">&-", "output")])
+def test_a_stream_that_is_closed_is_refused(closed, key, tmp_path):
+    there = write(tmp_path / "there.jsonl", [{"completion": "4", "answer": 4}])
+    command = f"{LIMEN} score {f'input={there}' if key == 'output' else ''} {closed}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, cwd=tmp_path, timeout=100, check=False)
+    assert done.returncode == 2
+    assert done.stderr.decode() == f"limen: standard {key} is closed; {key}=FILE works\n"
+
+
+def test_nobody_need_read_the_summary(tmp_path):
+    there = write(tmp_path / "there.jsonl", [{"completion": "4", "answer": 4}])
+    done = subprocess.run(["bash", "-c", f"{LIMEN} score input={there} 2>&-"], capture_output=True, timeout=100, check=False)
+    assert (done.returncode, json.loads(done.stdout)["value"]) == (0, 1.0)
 
 
 def test_nothing_heavy_is_imported(tmp_path):
