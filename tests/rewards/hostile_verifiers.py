@@ -32,6 +32,10 @@ JUNK = {
     "unknown_key": {"value": 1.0, "acuracy": 1.0},
     "no_value": {"accuracy": 1.0},
     "unknown_outcome": {"value": 1.0, "outcome": "great"},
+    "half_a_name": {"value": 1.0, "measures": {"half a \ud800": 1.0}},
+    "long_name": {"value": 1.0, "measures": {"x" * 101: 1.0}},
+    "no_name": {"value": 1.0, "measures": {3: 1.0}},
+    "many_measures": {"value": 1.0, "measures": dict.fromkeys(map(str, range(101)), 1.0)},
 }
 
 

@@ -165,6 +165,10 @@ def test_a_process_that_dies_costs_its_item_only(pool, act, told):
         ("junk unknown_key", "did you mean 'accuracy'"),
         ("junk no_value", "without 'value'"),
         ("junk unknown_outcome", "'great' is not a valid Outcome"),
+        ("junk half_a_name", "a measure named 'half a"),
+        ("junk long_name", "1 to 100 printable characters"),
+        ("junk no_name", "a measure named 3"),
+        ("junk many_measures", "at most 100"),
     ],
 )
 def test_a_wrong_return_or_exception_is_an_error_with_the_function_named(pool, act, told):
