@@ -5,8 +5,9 @@ time, memory, files and threads, no new privileges, and, where we are root, as a
 
 - ``namespaces`` (bubblewrap): it sees nothing but the interpreter, the system's libraries, five devices and an empty folder in
   memory; no network, no other processes, no /proc. The system call filter of `rewards.confine` on top.
-- ``landlock``: the same filter, and Landlock: it opens no file but those of the interpreter and of its folder. It can tell whether
-  another path exists. No privilege is needed; works in ordinary containers.
+- ``landlock``: the same filter, and Landlock: it opens no file but those of the interpreter and of its folder. It can ask for the
+  size, owner and times of any path that its user may, the machine's name, and the ids of processes. No privilege is needed; works
+  in ordinary containers.
 - ``rlimits``: the filter and the limits. It reads and writes every file that its user may.
 """
 

@@ -36,6 +36,7 @@ from rewards.sandbox_setup import (
 START_S = 30.0  # a process must be confined within this; the program's own time starts then
 KILL_S = 30.0  # a killed process must be gone within this
 LOOK_S = 0.2  # how often the files in a sample's folder are counted
+_LOOKS = 20  # in a row, while folders go away under them
 _CHUNK = 1 << 16
 
 
@@ -165,7 +166,7 @@ class _Sample:
                 break
             if look is not None and now >= look:
                 look = now + LOOK_S
-                if too_much(self._inside(), *self._room):
+                if self._too_much():
                     self._ended.killed = "files"
                     break
 
@@ -225,10 +226,15 @@ class _Sample:
             return False
         return True
 
+    def _too_much(self) -> bool:
+        if self._rung is Rung.NAMESPACES:  # what is removed and still open counts there, by the size of its file system
+            return too_much(self._inside(), *self._room)
+        max_files, max_bytes = self._room
+        hidden = unlinked_bytes(self._process.pid, self._folder, self._limits.file_bytes)
+        return hidden > max_bytes or too_much(self._folder, max_files, max_bytes - hidden)
+
     def _inside(self) -> str:
-        """The sample's folder as we see it."""
-        if self._rung is not Rung.NAMESPACES:
-            return self._folder
+        """The folder of a sample in a namespace as we see it."""
         children = _children(self._process.pid)
         return f"/proc/{children[0]}/root{INSIDE}" if children else "/nowhere"
 
@@ -271,8 +277,21 @@ def _kill_child(pid: int, parent: int) -> None:
 
 
 def too_much(folder: str, max_files: int, max_bytes: int) -> bool:
-    """Whether ``folder`` holds more files and folders, or its files more bytes. What can not be looked into counts as too much."""
+    """Whether ``folder`` holds more files and folders, or its files more bytes. What can not be looked into counts as too much.
+
+    So does a folder below that is gone whenever we come to it: one whose name is changed all the time would hide what it holds.
+    """
+    for _ in range(_LOOKS):
+        found = _measure(folder, max_files, max_bytes)
+        if found is not None:
+            return found
+    return True
+
+
+def _measure(folder: str, max_files: int, max_bytes: int) -> bool | None:
+    """One look; None where a folder went away meanwhile."""
     num_files, num_bytes, folders = 0, 0, [folder]
+    gone = False
     while folders:
         place = folders.pop()
         try:
@@ -282,15 +301,42 @@ def too_much(folder: str, max_files: int, max_bytes: int) -> bool:
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
                     else:
-                        found = entry.stat(follow_symlinks=False)
-                        num_bytes += min(found.st_size, found.st_blocks * 512)  # it may have holes
+                        with contextlib.suppress(FileNotFoundError):
+                            found = entry.stat(follow_symlinks=False)
+                            num_bytes += min(found.st_size, found.st_blocks * 512)  # it may have holes
                     if num_files > max_files or num_bytes > max_bytes:
                         return True
-        except FileNotFoundError:  # it changes while we look
-            continue
+        except FileNotFoundError:
+            gone = gone or place != folder  # the whole is gone where the process has ended
         except OSError:
             return True
-    return False
+    return None if gone else False
+
+
+def unlinked_bytes(pid: int, folder: str, max_bytes: int) -> int:
+    """The bytes of files that a process keeps open after it has removed them from ``folder``.
+
+    One that is mapped and no longer open counts as ``max_bytes``: its size is not to be had. Nothing is seen, and 0 returned, where
+    we may not look into a process of another user, as the root of a container without the right to trace; ``num_files`` then is
+    the bound.
+    """
+    num_bytes, seen = 0, set()
+    try:
+        for fd in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                found = os.stat(fd.path)
+                if found.st_nlink == 0 and stat.S_ISREG(found.st_mode) and found.st_ino not in seen:
+                    seen.add(found.st_ino)
+                    num_bytes += min(found.st_size, found.st_blocks * 512)
+        with open(f"/proc/{pid}/maps") as maps:
+            for line in maps:
+                _, _, _, _, inode, *path = line.split(maxsplit=5)
+                if path and path[0].startswith(folder) and path[0].endswith(" (deleted)\n") and int(inode) not in seen:
+                    seen.add(int(inode))
+                    num_bytes += max_bytes
+    except (PermissionError, FileNotFoundError, ProcessLookupError):
+        return num_bytes
+    return num_bytes
 
 
 def remove_tree(folder: str) -> None:

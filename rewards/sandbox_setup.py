@@ -69,7 +69,7 @@ class Limits:
     wall_s: float  # from the moment the program starts
     memory_bytes: int  # address space, the interpreter included (about 30 MB)
     output_bytes: int  # each of stdout, stderr and the result
-    file_bytes: int  # a file, and all files in its folder together
+    file_bytes: int  # a file, and all files in its folder together, those removed and still open as well
     num_files: int  # open at once, and in its folder
 
 
@@ -111,7 +111,9 @@ def payload(
         "landlock": confine.landlock((), (folder,), sockets=False) if rung is Rung.LANDLOCK else None,
         "landlock_flags": confine.landlock_flags(),
         "limits": _rlimits(limits, distinct_user=uid is not None),
-        "seccomp": confine.seccomp_filter(2 if rung is Rung.NAMESPACES else pid),
+        "seccomp": confine.seccomp_filter(
+            2 if rung is Rung.NAMESPACES else pid, modes=rung is Rung.NAMESPACES or uid is not None
+        ),
         "files": list(files.items()),
         "args": list(args),
     }
@@ -123,6 +125,7 @@ def payload(
 def _namespaces() -> list[str]:
     """Bubblewrap's arguments that are always the same: the namespaces, and what is seen there."""
     arguments = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    arguments += ["--hostname", "sample"]
     if not mounts_itself():
         arguments += ["--unshare-user", "--cap-drop", "ALL"]
     paths = confine.interpreter_paths()
