@@ -1,6 +1,6 @@
 """Run a program that may want to break out, and tell how it ended.
 
-Three rungs, the strongest first. At each the program runs as a fresh interpreter with an empty environment, limits of the kernel on
+Three rungs, the strongest first. At each the program runs as a fresh interpreter with nothing of our environment, limits of the kernel on
 time, memory, files and threads, no new privileges, and, where we are root, as a user of its own.
 
 - ``namespaces`` (bubblewrap): it sees nothing but the interpreter, the system's libraries, five devices and an empty folder in

@@ -24,6 +24,8 @@ from rewards.contract import RewardError
 
 INSIDE = "/sample"  # the only place to write in a namespace
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+# Else the C library reserves 64 MB of address space for each thread, and a sample's would be gone after a dozen.
+ENVIRONMENT |= {"MALLOC_ARENA_MAX": "1"}
 MAX_THREADS = 64
 SHARED_THREADS = 1024  # where a sample runs as our own user: on top of what this user has running
 STACK_BYTES = 256 * 2**20
