@@ -127,7 +127,20 @@ def test_what_is_kept_of_endless_output_is_cut_and_says_so(handed):
         ("def f(x):\n    return 2", asserts("assert f(1) == 2", "assert f(2) > 2"), 0.0, "wrong", "test 2 of 2: AssertionError"),
         ("def f(x):\n    return y", asserts("assert f(1) == 2"), 0.0, "crash", "NameError: name 'y' is not defined"),
         ("def f(x):\n    return x", {"test": "def check(c):\n    assert c(1) == 1", "entry_point": "f"}, 1.0, "right", ""),
-        ("def f(x):\n    return x", {"test": "def check(c):\n    assert c(1) == 2", "entry_point": "f"}, 0.0, "wrong", "line 3"),
+        (
+            "def f(x):\n    return x",
+            {"test": "def check(c):\n    assert c(1) == 2", "entry_point": "f"},
+            0.0,
+            "wrong",
+            "expected '2'",
+        ),
+        (
+            "def f(x):\n    return x",
+            {"test": "def check(c):\n    x = 1\n    assert c(x) == 2", "entry_point": "f"},
+            0.0,
+            "wrong",
+            "line 4",
+        ),
     ],
 )
 def test_outcomes(source, answer, value, outcome, words):
@@ -418,6 +431,13 @@ ASSERT_FORGERIES = {
 def test_easy_forgeries_of_asserts_fail(source):
     assert run(source, asserts("assert abs(f(1) - 10) < 1e-6")).value == 0.0
     assert run("def f(x):\n    return 10", asserts("assert abs(f(1) - 10) < 1e-6")).value == 1.0
+
+
+def test_a_check_of_asserts_alone_is_not_won_by_what_equals_everything():
+    answer = {"test": "def check(candidate):\n    assert candidate(1) == 10\n    assert [17] == candidate(2)", "entry_point": "f"}
+    assert run(FORGERIES["equal to everything"], answer).value == 0.0
+    assert run(FORGERIES["a list equal to everything"], answer).value == 0.0
+    assert run("def f(x):\n    return 10 if x == 1 else [17]", answer).value == 1.0
 
 
 SEEN = """
