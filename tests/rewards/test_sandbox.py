@@ -168,13 +168,14 @@ FOREVER = {
 }
 
 
-@pytest.mark.parametrize("how", FOREVER)
-def test_wall_time_ends(how, rung):
+def test_wall_time_ends(rung):
     begun = time.monotonic()
-    ran = run(FOREVER[how], rung, wall_s=0.5)
-    assert (ran.outcome, ran.exit_code, ran.cut) == ("time_limit", None, False)
-    assert 0.5 <= ran.time_s < 10
-    assert time.monotonic() - begun < 30
+    with ThreadPoolExecutor(len(FOREVER)) as pool:
+        runs = dict(zip(FOREVER, pool.map(lambda program: run(program, rung, wall_s=0.5), FOREVER.values()), strict=True))
+    ended = {how: (ran.outcome, ran.exit_code, ran.cut) for how, ran in runs.items()}
+    assert ended == dict.fromkeys(FOREVER, ("time_limit", None, False))
+    assert all(0.5 <= ran.time_s < 10 for ran in runs.values())
+    assert time.monotonic() - begun < 60
 
 
 def test_cpu_time_ends_and_sleep_does_not_count(rung):
@@ -375,7 +376,7 @@ def test_any_folder_can_be_removed(tmp_path):
         os.mkdir("closed")
         open("closed/x", "w").close()
         os.chmod("closed", 0)
-        for n in range(1000):
+        for n in range(300):
             os.mkdir("n" * 20)
             os.chdir("n" * 20)
             open("x", "w").close()
