@@ -321,10 +321,11 @@ def unlinked_bytes(pid: int, folder: str, max_bytes: int) -> int:
     the bound.
     """
     num_bytes, seen = 0, set()
+    folder = os.path.realpath(folder)
     try:
-        for fd in os.scandir(f"/proc/{pid}/fd"):
+        for fd in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(FileNotFoundError):
-                found = os.stat(fd.path)
+                found = os.stat(f"/proc/{pid}/fd/{fd}")
                 if found.st_nlink == 0 and stat.S_ISREG(found.st_mode) and found.st_ino not in seen:
                     seen.add(found.st_ino)
                     num_bytes += min(found.st_size, found.st_blocks * 512)
