@@ -133,7 +133,7 @@ def missing_filter() -> str:
 @functools.cache
 def landlock_abi() -> int:
     """The version of Landlock's interface; below 1 where there is none."""
-    return int(launcher._call("syscall", 444, 0, 0, _ABI_FLAG)) if sys.platform == "linux" else 0
+    return int(launcher._call("syscall", launcher._LANDLOCK_CREATE, 0, 0, _ABI_FLAG)) if sys.platform == "linux" else 0
 
 
 def landlock_flags() -> int:

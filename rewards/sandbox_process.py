@@ -317,8 +317,8 @@ def unlinked_bytes(pid: int, folder: str, max_bytes: int) -> int:
     """The bytes of files that a process keeps open after it has removed them from ``folder``.
 
     One that is mapped and no longer open counts as ``max_bytes``: its size is not to be had. Nothing is seen, and 0 returned, where
-    we may not look into a process of another user, as the root of a container without the right to trace; ``num_files`` then is
-    the bound.
+    we may not look into a process of another user, as the root of a container without the right to trace: there such files are
+    bounded by the sample's time alone.
     """
     num_bytes, seen = 0, set()
     folder = os.path.realpath(folder)
