@@ -114,7 +114,7 @@ def drawn() -> list[Case]:
     for kind, strategy in (tests["EXACT"] | tests["SYMBOLIC"]).items():
         for number, (gold, *pair) in enumerate(draw(strategy)):
             for expect, written in zip((1.0, 0.0), pair, strict=True):
-                name = f"{kind}-{number}-{expect:g}"
+                name = f"{kind}-{number}={expect:g}"
                 cases.append({"id": name, "completion": rf"\boxed{{{written}}}", "answer": gold, "expect": expect, "note": ""})
     return cases
 
@@ -125,13 +125,13 @@ def is_right(case: Case, result: float | str) -> bool:
 
 
 def code(text: str) -> str:
-    text = " ".join(text.split())
+    text = text.replace("\n", " ")
     text = text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
     return f"`{text}`".replace("|", r"\|") if text else "(empty)"
 
 
-def tables(cases: list[Case], most: int) -> str:
-    """Right counts by group, then the cases that are wrong under any of the judges, at most so many of a group."""
+def tables(cases: list[Case], most: int, shown: tuple[str, ...]) -> str:
+    """Right counts by group, then the cases that any of the judges in ``shown`` gets wrong, at most so many of a group."""
     results = {name: run(name, cases) for name in JUDGES}
     groups: dict[str, list[Case]] = {}
     for case in cases:
@@ -145,14 +145,15 @@ def tables(cases: list[Case], most: int) -> str:
     for group, chosen in groups.items():
         notes = "; ".join(dict.fromkeys(case["note"] for case in chosen[:2]))
         lines.append(row(f"{group}: {notes}" if notes else group, chosen))
-    lines += [row("all", cases), "", f"What went wrong{f' (at most {most} of a group)' if most < len(cases) else ''}:", ""]
+    which = f"by {' or '.join(shown)}{f', at most {most} of a group' if most < len(cases) else ''}"
+    lines += [row("all", cases), "", f"What was judged wrongly {which}:", ""]
     lines += ["| case | completion | gold | right is | " + " | ".join(JUDGES) + " |", "|---|---|---|---|" + "---|" * len(JUDGES)]
     for chosen in groups.values():
-        wrong = [case for case in chosen if not all(is_right(case, results[name][case["id"]]) for name in JUDGES)]
+        wrong = [case for case in chosen if not all(is_right(case, results[name][case["id"]]) for name in shown)]
         for case in wrong[:most]:
             said = [f"{r:g}" if isinstance(r := results[name][case["id"]], float) else r for name in JUDGES]
             wanted = "either" if isinstance(case["expect"], dict) else f"{case['expect']:g}"
-            cells = [case["id"].removesuffix(f"-{wanted}"), code(case["completion"]), code(case["answer"]), wanted, *said]
+            cells = [case["id"].rpartition("=")[0] or case["id"], code(case["completion"]), code(case["answer"]), wanted, *said]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -165,9 +166,9 @@ def main() -> None:
     kinds = drawn()
     text = (
         f"### The cases\nmath-verify {version('math-verify')}, the {len(given_cases)} cases of `tests/cases/math.jsonl`.\n\n"
-        f"{tables(given_cases, len(given_cases))}\n\n"
+        f"{tables(given_cases, len(given_cases), tuple(JUDGES))}\n\n"
         f"### The kinds\n{len(kinds)} pairs drawn from `tests/rewards/test_math_kinds.py`, all in boxes, half of them right.\n\n"
-        f"{tables(kinds, 3)}"
+        f"{tables(kinds, 3, ('gold in a box', 'Limen'))}"
     )
     if not arguments.write:
         print(text)

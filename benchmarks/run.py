@@ -1,4 +1,5 @@
-"""`make bench`: the embedded job's step time over its floor, in one run and with the same thread budgets; the head; the credit; a push.
+"""`make bench`: the embedded job's step time over its floor, in one run and with the same thread budgets; the head; the credit; the
+verifiers and their pool; a push.
 
     python benchmarks/run.py [--steps 30] [--busy] [--skip-head] [--skip-push]
 
@@ -81,6 +82,7 @@ def main() -> None:
     if not arguments.skip_head:
         subprocess.run([sys.executable, str(HERE / "head.py")], check=True)
     subprocess.run([sys.executable, str(HERE / "credit.py")], check=True)
+    subprocess.run([sys.executable, str(HERE / "verifiers.py")], check=True)
     if not arguments.skip_push:
         subprocess.run([sys.executable, str(HERE / "push.py")], check=True)
 

@@ -212,4 +212,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "it adds up the parts' own advantages by their weights, as the sum does the values",
         "reward.combine=sum works, or advantage=grpo",
     ),
+    Refusal(
+        ("advantage.name", "reward.clip_min", "reward.clip_max"),
+        lambda c, _: c.advantage.name == "gdpo" and (c.reward.clip_min, c.reward.clip_max) != (None, None),
+        "it never looks at the parts' sum, which these bound",
+        "reward.clip_min=null with reward.clip_max=null works, the parts' own bounds do too, or advantage=grpo",
+    ),
 )

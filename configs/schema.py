@@ -380,7 +380,11 @@ class RewardConfig:
         None, "address space of one verifier process, in GiB; what asks for more fails; without one, no limit"
     )
     items_per_process: int | None = knob(None, "a verifier process is replaced after so many completions; without one, never")
-    max_failed_share: float = knob(0.5, "share of a step's completions whose verifier may fail before the run stops")
+    max_failed_share: float = knob(
+        0.5,
+        "share of the completions of a step, or of an evaluation, that may be without a verdict, zeroed ones included, before the run "
+        "stops",
+    )
 
 
 @dataclass
@@ -483,7 +487,9 @@ class LogConfig:
     tensorboard: bool = knob(True, "write TensorBoard files")
     samples_mib: float = knob(16.0, "byte budget of the sample files of a run, in MiB")
     samples_per_step: int = knob(8, "completions written a step, stratified by stratum and accuracy")
-    heartbeat_every_s: float = knob(30.0, "seconds from one heartbeat in events.jsonl to the next, which tells step, stage, waits and processes")
+    heartbeat_every_s: float = knob(
+        30.0, "seconds from one heartbeat in events.jsonl to the next, which tells step, stage, waits and processes"
+    )
 
 
 @dataclass

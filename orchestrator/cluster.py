@@ -87,7 +87,7 @@ def start_cluster(config: ClusterConfig, demand: Demand) -> Cluster:
             cluster.close()
             raise RunStopped(
                 f"the run asks for {asked} {resource}s (one a rollout worker's device, one a learner rank, one CPU a verifier), "
-                f"Ray has {have} available; lower rollout.num_workers, learner.num_ranks or reward.num_workers, or "
+                f"Ray has {have} available; lower rollout.num_workers, learner.num_ranks, reward.num_workers or a part's num_processes, or "
                 + (
                     "join a larger cluster"
                     if cluster.joined or resource == "GPU"

@@ -155,6 +155,7 @@ def evaluate_model(config: Config) -> int:
             Waits(),
             num_samples=config.evaluation.num_samples,
             version=0,
+            max_failed_share=config.reward.max_failed_share,
             deadline_s=config.deadlines.evaluate_s,
         )
         for line in evaluation_lines(config.checkpoint_dir or config.model.path, None, result):

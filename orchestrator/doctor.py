@@ -6,7 +6,6 @@ their own, with a limit: a broken one may hang, crash, or take a device.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import resource
@@ -25,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from orchestrator.doctor_run import doctor_run
+from rewards.sandbox import available
 
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
 EXIT_FAIL = 2
@@ -34,17 +34,6 @@ RAY_PORTS = {6379: "ray start --head", 10001: "Ray's client server"}  # what ask
 SIDE_PACKAGES = ("torchvision", "torchaudio", "torchcodec")  # nothing here needs them
 HEAVY = ("torch", "transformers", "ray", "deepspeed", "vllm")
 GIB = 2**30
-# Ways to lock a process in, the strongest first, and how to get one that is missing.
-RUNGS = {
-    "namespaces": "allow them: sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0; in a container "
-    "docker run --security-opt seccomp=unconfined",
-    "landlock": "a kernel from 5.13 with landlock among its security modules (lsm=landlock,...)",
-    "seccomp": "a kernel with CONFIG_SECCOMP_FILTER",
-    "rlimits": "a system whose processes may lower their own RLIMIT_AS",
-}
-_LANDLOCK_CREATE_RULESET = 444  # system call, the same number on every architecture
-_LANDLOCK_VERSION_FLAG = 1
-_PR_GET_SECCOMP = 21
 _COLOURS = {OK: "green", WARN: "yellow", FAIL: "red"}
 
 
@@ -68,7 +57,7 @@ def doctor(run: Path | None = None) -> int:
     findings += check_imports([*HEAVY, *(name for name in SIDE_PACKAGES if name in installed)], installed)
     findings += check_machine()
     findings += check_ports(node_address(), _can_bind)
-    findings += check_isolation({"namespaces": namespaces, "landlock": landlock, "seccomp": seccomp, "rlimits": rlimits})
+    findings += check_isolation({rung.value: reason for rung, reason in available().items()})
     findings.append(check_gpu(installed.get("torch", "")))
     show(findings, Console())
     return EXIT_FAIL if any(finding.state == FAIL for finding in findings) else 0
@@ -201,46 +190,15 @@ def _can_bind(address: str, port: int) -> bool:
         return True
 
 
-def check_isolation(probes: Mapping[str, Callable[[], str | None]]) -> list[Finding]:
-    """Which of ``RUNGS`` this machine has; each probe tells what it found, or None. What is missing names the strongest left."""
-    found = {rung: probes[rung]() for rung in RUNGS}
-    left = next((f"{rung} ({text})" for rung, text in found.items() if text is not None), "nothing")
+def check_isolation(reasons: Mapping[str, str]) -> list[Finding]:
+    """The sandbox's rungs, with the reason and the fix where one is missing (`rewards.sandbox.available`)."""
+    left = next((rung for rung, reason in reasons.items() if not reason), "nothing")
     return [
-        Finding(f"isolation: {rung}", OK, text)
-        if text is not None
-        else Finding(f"isolation: {rung}", WARN, f"none; the strongest that remains is {left}", RUNGS[rung])
-        for rung, text in found.items()
+        Finding(f"isolation: {rung}", WARN, f"none; the strongest that remains is {left}", reason)
+        if reason
+        else Finding(f"isolation: {rung}", OK, "a program was run in it")
+        for rung, reason in reasons.items()
     ]
-
-
-def namespaces(run: Callable[[list[str]], str | None] | None = None) -> str | None:
-    """User, network and mount namespaces, tried with ``unshare``, then with bubblewrap."""
-    run = run or command_output
-    for command in (
-        ["unshare", "--user", "--map-root-user", "--net", "--mount", "true"],
-        ["bwrap", "--unshare-user", "--unshare-net", "--ro-bind", "/", "/", "true"],
-    ):
-        if run(command) is not None:
-            return f"user, network, mount ({command[0]})"
-    return None
-
-
-def landlock(syscall: Callable[..., int] | None = None) -> str | None:
-    """The version of Landlock's interface, asked of the kernel."""
-    version = (syscall or ctypes.CDLL(None).syscall)(_LANDLOCK_CREATE_RULESET, None, 0, _LANDLOCK_VERSION_FLAG)
-    return f"ABI {version}" if version > 0 else None
-
-
-def seccomp(prctl: Callable[..., int] | None = None) -> str | None:
-    """Whether the kernel knows seccomp: it then tells this process's mode, which may be a filter already."""
-    mode = (prctl or ctypes.CDLL(None).prctl)(_PR_GET_SECCOMP, 0, 0, 0, 0)
-    return {0: "available", 2: "available, this process is filtered already"}.get(mode)
-
-
-def rlimits(run: Callable[[list[str]], str | None] | None = None) -> str | None:
-    """Whether a process may lower its own address space, which is how ``reward.memory_gib`` acts."""
-    lower = "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))"
-    return None if (run or command_output)([sys.executable, "-I", "-S", "-c", lower]) is None else "address space can be limited"
 
 
 def check_gpu(torch_version: str, run: Callable[[list[str]], str | None] | None = None) -> Finding:

@@ -12,6 +12,8 @@ from statistics import fmean
 from typing import Any
 
 from configs.schema import EvaluationConfig
+from orchestrator.errors import RunStopped
+from orchestrator.failures import over_budget
 from orchestrator.fleet import RayFleet
 from orchestrator.handles import Scorer
 from orchestrator.metrics import pass_at_k
@@ -74,9 +76,13 @@ async def evaluate(
     *,
     num_samples: int,
     version: int,
+    max_failed_share: float,
     deadline_s: float,
 ) -> Evaluation:
-    """Samples ``num_samples`` completions of every prompt and scores them, each within ``deadline_s``. No push may happen meanwhile."""
+    """Samples ``num_samples`` completions of every prompt and scores them, each within ``deadline_s``. No push may happen meanwhile.
+
+    Raises RunStopped where more than this share got no verdict: a pass rate of the few that did would pass for one of all.
+    """
     visits = [Visit(prompt_id, 0, Purpose.EVAL) for prompt_id in prompts]
     finished = await waits.wait(
         fleet.evaluate(visits), owner="rollout workers", name="completions of the evaluation", deadline_s=deadline_s
@@ -85,6 +91,9 @@ async def evaluate(
     if versions != {(version, version)}:
         raise RuntimeError(f"an evaluation of version {version} got tokens of versions {sorted(versions)}")
     scored = await waits.wait(scorer.score(finished), owner="reward pool", name="scores of the evaluation", deadline_s=deadline_s)
+    over = over_budget(scored, max_failed_share, f"the evaluation of version {version}")
+    if over is not None:
+        raise RunStopped(over.message)
     return summarize(scored, prompts, num_samples=num_samples, version=version)
 
 

@@ -311,7 +311,7 @@ class Job:
             max_token_lag=config.rollout.max_token_lag,
             max_failed_share=config.reward.max_failed_share,
             num_steps=self.num_steps,
-            verifier_s=longest_s(config.reward),
+            verifiers_s=functools.partial(longest_s, config.reward),
             deadlines=widened(config.deadlines) if self._turns else config.deadlines,
         )
 
@@ -385,6 +385,7 @@ class Job:
             self._waits,
             num_samples=self.config.evaluation.num_samples,
             version=self._version,
+            max_failed_share=self.config.reward.max_failed_share,
             deadline_s=self.config.deadlines.evaluate_s,
         )
         self._evaluations[self._version] = evaluation

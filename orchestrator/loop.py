@@ -29,13 +29,14 @@ from configs.errors import ConfigError
 from configs.schema import DeadlinesConfig, WhenShort
 from learner.selection import Decision
 from orchestrator.errors import RunStopped
+from orchestrator.failures import over_budget
 from orchestrator.handles import Fleet, LearnerHandle, Lost, Observer, Pusher, Scorer
 from orchestrator.ledger import Ledger, Pick, State
-from orchestrator.metrics import pass_rate_histogram, status_counts
+from orchestrator.metrics import pass_rate_histogram
 from orchestrator.pass_rates import observe
 from orchestrator.stages import Batch, Finished, Judged, Kept, LoopState, Scored, StepOutcome
 from orchestrator.waits import Waits
-from rollout.records import Consequence, GroupMeta, Score, Status, Visit
+from rollout.records import Consequence, GroupMeta, Score, Visit
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class LoopSettings:
     max_token_lag: int | None
     max_failed_share: float
     num_steps: int
-    verifier_s: float  # longest a completion may take in the reward pool, all its processes at work
+    verifiers_s: Callable[[int], float]  # longest that so many completions may take in the reward pool
     deadlines: DeadlinesConfig
 
 
@@ -94,7 +95,8 @@ class Loop:
         self._running: dict[Visit, Asked] = {}  # asked of an engine, or being scored
         self._buffer: dict[int, Kept] = {}  # kept groups by pick order
         self._num_doubts: Counter[str] = Counter()  # how often a worker was found unproven, by its name
-        self._progress = asyncio.Event()  # a group was kept or dropped, or the run is to stop
+        self._score_ends: list[float] = []  # when the pool's deadlines for what is being scored pass, by the monotonic clock
+        self._progress = asyncio.Event()  # a group came in, was kept or dropped, or the run is to stop
         self._stopping = False
         self._filling = False
         self._in_hand: list[Kept] = []  # the batch, from when it is full until it is trained and its version proven
@@ -253,10 +255,16 @@ class Loop:
             self._ledger.finish(visit)
         # The pool serves every parcel under way, and each completion may take its whole time limit before its status says so.
         queued = sum(len(item.meta.num_tokens) for item in finished) * max(1, len(self._running))
-        deadline_s = self._settings.deadlines.score_s + queued * self._settings.verifier_s
+        deadline_s = self._settings.deadlines.score_s + self._settings.verifiers_s(queued)
+        end = time.monotonic() + deadline_s
+        self._score_ends.append(end)
+        self._progress.set()  # from now on the group is waited for as long as its verifiers may take
         worker = wanted[0].meta.worker  # of all of them
         num_doubts = self._num_doubts[worker]
-        scored = await self._waits.wait(self._scorer.score(wanted), owner="reward pool", name="scores", deadline_s=deadline_s)
+        try:
+            scored = await self._waits.wait(self._scorer.score(wanted), owner="reward pool", name="scores", deadline_s=deadline_s)
+        finally:
+            self._score_ends.remove(end)
         for item in scored:
             self._settle(item, asked[item.meta.visit], proven=self._num_doubts[worker] == num_doubts)
         await self._produce()
@@ -307,13 +315,14 @@ class Loop:
                 return await self._take(ready)
             if not self._running and self._room() == 0:
                 return await self._short(ready)
+            scores_s = max(0.0, max(self._score_ends, default=0.0) - time.monotonic())
             progress = asyncio.ensure_future(self._progress.wait())
             try:
                 await self._waits.wait(
                     asyncio.wait({progress, collector}, return_when=asyncio.FIRST_COMPLETED),
                     owner="rollout workers",
                     name=f"a finished group for step {self.step + 1}",
-                    deadline_s=self._settings.deadlines.generate_s,
+                    deadline_s=self._settings.deadlines.generate_s + scores_s,
                 )
             finally:
                 progress.cancel()
@@ -394,19 +403,10 @@ class Loop:
                 return []
 
     def _check_verifiers(self) -> None:
-        statuses = status_counts(self._seen)
-        details = Counter(score.detail for scored in self._seen for score in scored.scores if not score.has_verdict)
-        failed = details.total()
-        if failed > self._settings.max_failed_share * statuses.total():
-            detail, times = details.most_common(1)[0]
-            zeroed = failed - (statuses.total() - statuses[Status.OK])
-            counts = [f"{status}: {count}" for status, count in statuses.items()] + [f"zeroed of these: {zeroed}"] * bool(zeroed)
-            self._observer.event("verifier_failed", step=self.step + 1, messages=dict(details.most_common(20)))
-            raise RunStopped(
-                f"the verifier failed on {failed} of {statuses.total()} completions of step {self.step + 1} "
-                f"({', '.join(counts)}), more than "
-                f"reward.max_failed_share={self._settings.max_failed_share:g} allows; {times} times it said: {detail or 'nothing'}"
-            )
+        over = over_budget(self._seen, self._settings.max_failed_share, f"step {self.step + 1}")
+        if over is not None:
+            self._observer.event("verifier_failed", step=self.step + 1, messages=dict(over.details.most_common(20)))
+            raise RunStopped(over.message)
 
     def _used_up(self) -> bool:
         return self._ledger.used_up and not self._running

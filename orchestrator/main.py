@@ -6,6 +6,7 @@ imported when it is about to run.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -137,7 +138,7 @@ EXAMPLES = """examples:
   limen plan model=qwen3_8b plan.num_gpus=8
   limen explain algorithm=aspo_archer
   limen eval checkpoint_dir=RUN_DIR evaluation.num_samples=8
-  limen score reward=exact_integer < completions.jsonl > scores.jsonl
+  limen score reward=math < completions.jsonl > scores.jsonl
 """
 
 
@@ -155,6 +156,8 @@ class Call:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code. An error about what the user gave is one line on stderr."""
+    if sys.stderr is None:  # the process was started with it closed
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  until the process ends
     try:
         return _run(parse(sys.argv[1:] if argv is None else argv))
     except InputError as error:
@@ -266,5 +269,6 @@ def describe(name: str) -> str:
 
 
 def _complain(text: str) -> None:
-    sys.stdout.flush()
+    if sys.stdout is not None:
+        sys.stdout.flush()
     print("limen: " + " ".join(text.split()), file=sys.stderr)

@@ -6,11 +6,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 
-from configs.policies import parse_policy
 from configs.schema import RewardConfig, RewardPart
+from rewards.compose import policies
+from rewards.lane import GRACE_S
 from rewards.verifiers import load_verifier
-
-POLICIES = ("on_error", "on_timeout", "on_invalid", "on_abstain")
 
 
 def num_processes(reward: RewardConfig) -> int:
@@ -27,11 +26,17 @@ def memory_limits(reward: RewardConfig) -> list[float]:
     return [limit for limit in limits if limit is not None]
 
 
-def longest_s(reward: RewardConfig) -> float:
-    """Seconds that one completion may take in the pool at most, all its processes at work and each call at its deadline."""
+def longest_s(reward: RewardConfig, num_completions: int) -> float:
+    """Seconds that so many completions may take in one pool at most, each call at its deadline and ended with its process.
+
+    One completion's own calls come one after the other, however many processes there are: of n on m processes the last may end
+    1 + (n - 1) / m times as late as one alone (Graham 1966, bounds on multiprocessing anomalies).
+    """
     return sum(
-        _most_calls(part) * (part.timeout_s or reward.timeout_s) / (part.num_processes or reward.num_workers)
-        for part in reward.parts.values()
+        _most_calls(name, part)
+        * ((part.timeout_s or reward.timeout_s) + GRACE_S)
+        * (1 + (num_completions - 1) / (part.num_processes or reward.num_workers))
+        for name, part in reward.parts.items()
     )
 
 
@@ -51,6 +56,6 @@ def _by_lane(reward: RewardConfig) -> Mapping[str, int]:
     return own if len(own) == len(reward.parts) else {"": reward.num_workers, **own}
 
 
-def _most_calls(part: RewardPart) -> int:
+def _most_calls(name: str, part: RewardPart) -> int:
     """One in a batch that another completion spoils, one alone, and those of a policy."""
-    return 2 + max(parse_policy(getattr(part, policy), policy).num_retries for policy in POLICIES)
+    return 2 + max(policy.num_retries for policy in policies(name, part).values())

@@ -75,7 +75,7 @@ def forget_empty(folder: Path) -> None:
 def to_json(value: Any) -> Any:
     """A JSON value. Numbers keep their type (numpy's and 0-dimensional tensors too); what is not finite becomes null."""
     if isinstance(value, dict):
-        return {str(key): to_json(item) for key, item in value.items()}
+        return {to_json(str(key)): to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [to_json(item) for item in value]
     if isinstance(value, np.ndarray) and value.ndim:

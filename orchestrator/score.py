@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -276,7 +276,7 @@ def _write(sink: int, lines: Sequence[Line], scores: Sequence[Sequence[Score]], 
 
 def _open_input(path: str | None, stack: contextlib.ExitStack) -> int:
     if path is None:
-        return sys.stdin.fileno()
+        return _descriptor(sys.stdin, "input")
     try:
         return stack.enter_context(open(path, "rb", buffering=0)).fileno()
     except OSError as error:
@@ -285,13 +285,19 @@ def _open_input(path: str | None, stack: contextlib.ExitStack) -> int:
 
 def _open_output(path: str | None, stack: contextlib.ExitStack) -> int:
     if path is None:
-        return sys.stdout.fileno()
+        return _descriptor(sys.stdout, "output")
     try:
         return stack.enter_context(open(path, "xb", buffering=0)).fileno()
     except FileExistsError as error:
         raise InputError(f"output={path}: this file exists; name a new one") from error
     except OSError as error:
         raise InputError(f"output={path}: {error.strerror}") from error
+
+
+def _descriptor(stream: TextIO | None, key: str) -> int:
+    if stream is None:  # the process was started with it closed
+        raise InputError(f"standard {key} is closed; {key}=FILE works")
+    return stream.fileno()
 
 
 def _size(source: int) -> int | None:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from configs.errors import ConfigError, InputError, did_you_mean
 from configs.functions import check_params
-from configs.schema import RewardConfig
-from rewards.contract import GIVEN, RewardItem
+from configs.schema import RewardConfig, RewardPart
+from rewards.compose import applicable, options_of
+from rewards.contract import GIVEN, RewardError, RewardItem
+from rewards.strict_json import read_json
 from rewards.verifiers import load_verifier
 
 READ_BYTES = 1 << 18
 JUDGED = ("completion", "answer", "prompt", "options")  # what is judged: the output does not repeat it
 WRITTEN = ("value", "accuracy", "status", "outcome", "parts", "extracted", "time_s", "detail")  # what the output adds
-_MOST_OPTIONS = 10_000  # different ones that are remembered as checked
+_MOST_REMEMBERED = 10_000  # different options and sources that are remembered as checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,9 @@ class LineParser:
         self._file = file
         self._rewards = rewards
         self._functions = [{name: load_verifier(name, p).function for name, p in r.parts.items()} for r in rewards]
-        self._checked: dict[str, tuple[Mapping[str, Any], ...]] = {}  # options by their text, as each reward takes them
+        self._checked: dict[
+            str, tuple[Mapping[str, Any], ...]
+        ] = {}  # options as each reward takes them, by their text and the source
         self._number = 0
 
     def parse(self, line: bytes) -> Line | None:
@@ -61,7 +64,7 @@ class LineParser:
         self._number += 1
         if not line.strip():
             return None
-        row = self._row(line.removeprefix(b"\xef\xbb\xbf") if self._number == 1 else line)
+        row = self._row(line)
         for key in WRITTEN:
             if key in row:
                 raise self._error(f"the key {key!r} is one that limen score writes; rename it in the input")
@@ -80,18 +83,16 @@ class LineParser:
                 num_tokens=self._num_tokens(row),
                 options=options,
             )
-            for options in self._options(row.get("options"))
+            for options in self._options(row.get("options"), texts["source"])
         )
         rest = {key: value for key, value in row.items() if key not in JUDGED}
         return Line(self._number, len(line) + 1, items, rest)
 
     def _row(self, line: bytes) -> dict[str, Any]:
         try:
-            row = json.loads(line.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite)
+            row = read_json(line)
         except UnicodeDecodeError as error:
             raise self._error(f"is not UTF-8 (byte {error.start + 1})") from error
-        except RecursionError as error:
-            raise self._error("is nested too deeply") from error
         except ValueError as error:
             raise self._error(f"is not valid JSON: {error}") from error
         if not isinstance(row, dict):
@@ -110,54 +111,41 @@ class LineParser:
             return value
         raise self._error("'num_tokens' is not a whole number from 0")
 
-    def _options(self, options: Any) -> tuple[Mapping[str, Any], ...]:
+    def _options(self, options: Any, source: str | None) -> tuple[Mapping[str, Any], ...]:
         """As each reward takes them. Where two are compared, one that does not know them goes without; one must."""
-        if options is None:
-            return ({},) * len(self._rewards)
-        text = json.dumps(options)
-        if text not in self._checked:
-            if len(self._checked) >= _MOST_OPTIONS:
+        if options is not None and not isinstance(options, dict):
+            raise self._error(f"'options' is {_kind(options)}, not an object")
+        key = json.dumps([options, source])
+        if key not in self._checked:
+            if len(self._checked) >= _MOST_REMEMBERED:
                 self._checked.clear()
-            refusals = [self._refusal(options, place) for place in range(len(self._rewards))]
+            try:
+                judging = [applicable(reward.parts, None, source) for reward in self._rewards]
+            except RewardError as error:
+                raise self._error(str(error)) from error
+            refusals = [_refusal(options or {}, *known) for known in zip(judging, self._functions, strict=True)]
             if all(refusals):
                 raise self._error(str(refusals[0]))
-            self._checked[text] = tuple({} if refusal else options for refusal in refusals)
-        return self._checked[text]
-
-    def _refusal(self, options: Any, place: int) -> str | None:
-        """Why a reward does not take these options."""
-        parts, functions = self._rewards[place].parts, self._functions[place]
-        (first, *others) = parts
-        by_part = {first: options} if not others else options
-        if not isinstance(by_part, dict):
-            return f"'options' is {_kind(options)}, not an object of options by reward part: {', '.join(parts)}"
-        for name, own in by_part.items():
-            key = f"options.{name}" if others else "options"
-            if name not in parts:
-                return f"{key}: there is no such reward part; there are {', '.join(parts)}{did_you_mean(name, parts)}"
-            if not isinstance(own, dict):
-                return f"{key} is {_kind(own)}, not an object"
-            try:
-                check_params(functions[name], {**parts[name].params, **own}, key, GIVEN)
-            except ConfigError as error:
-                return str(error)
-        return None
+            self._checked[key] = tuple({} if refusal else options or {} for refusal in refusals)
+        return self._checked[key]
 
     def _error(self, what: str) -> InputError:
         return InputError(f"{self._file}, line {self._number}: {what}")
 
 
+def _refusal(
+    options: Mapping[str, Any], parts: Mapping[str, RewardPart], functions: Mapping[str, Callable[..., Any]]
+) -> str | None:
+    """Why the verifiers of the parts that judge a line do not take its options."""
+    try:
+        for name, own in options_of(options, parts).items():
+            key = "options" if own is options else f"options.{name}"
+            check_params(functions[name], {**parts[name].params, **own}, key, GIVEN)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
 def _kind(value: Any) -> str:
     names = {bool: "a bool", int: "a number", float: "a number", str: "a text", list: "a list", dict: "an object"}
     return names.get(type(value), "null")
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"the number {text[:40]} is too large")
-    return number

@@ -21,10 +21,11 @@ _BRACES = re.compile(r"\\(?:boxed|fbox)\s*+(?:\{|(?P<short>[0-9A-Za-z])(?![0-9A-
 _TAGGED = re.compile(r"<answer>|</answer>", re.IGNORECASE)
 _HASHES = re.compile(r"(?m)^[ \t]*+####[ \t]*+([^\n]*+)")
 _SAID = re.compile(r"(?i)\banswer\b[ \t*_]*+(?:is\b|[:=]|\N{FULLWIDTH COLON})[ \t]*+(?:that\b)?[:*_]*+")
-_BOLD = re.compile(r"\*\*+([^*\n]++)\*\*+|__([^_\n]++)__")
-# Bounded, so that marks that are never closed cost a constant each.
+_BOLD = re.compile(r"(?<!\*)\*\*++([^*\n]++)\*\*++|(?<!_)__([^_\n]++)__")
+# No formula holds another's beginning: so signs that are never closed are each read once.
 _FORMULA = re.compile(
-    r"\$\$([^$]++)\$\$|(?<!\\)\$((?:\\\$|[^$\n])++)(?<!\\)\$|\\\(((?:[^\\\n]|\\[^)\n]){0,2000}+)\\\)|\\\[((?:[^\\]|\\[^\]]){0,2000}+)\\\]"
+    r"\$\$([^$]++)\$\$|(?<!\\)\$((?:\\\$|[^$\n])++)(?<!\\)\$"
+    r"|\\\(((?:[^\\\n]|\\[^()\[\]\n])*+)\\\)|\\\[((?:[^\\]|\\[^()\[\]])*+)\\\]"
 )
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n|\b(?:because|since|which|where)\b|,(?=\s+(?:so|as|and\s+(?:this|that|it|we))\b)")
 _WORD = re.compile(r"[^\W\d_]{2,}")
@@ -40,11 +41,19 @@ _EDGES = ' \t\r\n*_`"\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MAR
 
 def find_answer(completion: str, *, require_box: bool, prompt: str = "") -> str | None:
     """The answer as written, without the marks around it (``73``, never ``**73**``), or None."""
-    text = _after_reasoning(completion, prompt)
+    text = after_reasoning(completion, prompt)
     box = last_box(text)
     if box is not None or require_box:
         return box
     return _unboxed(text)
+
+
+def final_text(completion: str, prompt: str = "") -> str:
+    """Where the verifiers of plain text seek an answer: what follows the reasoning (rule 1), and of that the last ``<answer>`` block
+    where there is one, blank or not. Empty where nothing follows it."""
+    text = after_reasoning(completion, prompt)
+    tagged = last_tagged(text)
+    return (text if tagged is None else tagged).strip()
 
 
 def last_box(text: str) -> str | None:
@@ -75,20 +84,23 @@ def clean(text: str) -> str:
         formula = _FORMULA.fullmatch(text)
         if formula is not None:
             text = next(group for group in formula.groups() if group is not None)
+        elif text.startswith("$") and text.count("$") == 1:  # dollars
+            text = text[1:]
         elif text.endswith((".", ";", ",", ":")) and not text.endswith(("\\.", "\\;", "\\,", "\\:")):
             text = text[:-1]
         if text == before:
             return text
 
 
-def _after_reasoning(completion: str, prompt: str) -> str:
+def after_reasoning(completion: str, prompt: str) -> str:
+    """What rule 1 leaves."""
     _, closed, text = completion.rpartition("</think>")
     return "" if not closed and prompt.rstrip().endswith("<think>") else text.partition("<think>")[0]
 
 
 def _unboxed(text: str) -> str | None:
-    tagged = _last_tagged(text)
-    if tagged is not None:
+    tagged = last_tagged(text)
+    if tagged is not None and tagged.strip():
         return _said(tagged) or _plain(tagged) or clean(tagged) or None
     hashes = None
     for hashes in _HASHES.finditer(text):  # noqa: B007 - the last one is used
@@ -98,14 +110,15 @@ def _unboxed(text: str) -> str | None:
     return _said(text) or _plain(text)
 
 
-def _last_tagged(text: str) -> str | None:
+def last_tagged(text: str) -> str | None:
+    """What the last closed ``<answer>`` block holds."""
     found, start = None, None
     for tag in _TAGGED.finditer(text):
         if tag[0][1] != "/":
             start = tag.end()
         elif start is not None:
             found, start = text[start : tag.start()], None
-    return found if found is not None and found.strip() else None
+    return found
 
 
 def _said(text: str) -> str | None:

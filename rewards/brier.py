@@ -68,7 +68,9 @@ def brier(  # noqa: PLR0913  what an item has, to hand on, and the settings
     confidence = read_confidence(blocks["confidence"]) if blocks is not None and well_formed else None
     if blocks is None or confidence is None:
         return Verdict(0.0, 0.0, Outcome.UNPARSED, measures={"well_formed": 0.0})
-    item = RewardItem(prompt, blocks["answer"], answer, prompt_id, None, None, num_tokens, {})
+    # The reasoning that the prompt has opened is over where the answer stands.
+    asked = prompt.rstrip().removesuffix("<think>")
+    item = RewardItem(asked, blocks["answer"], answer, prompt_id, None, None, num_tokens, {})
     (score,) = judge(verifier, [item], {}, _refuse_to_wait)
     if score.accuracy is None:
         raise _failure(score)

@@ -7,12 +7,12 @@ from collections import deque
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from rewards.answers import final_text
 from rewards.contract import InvalidItem, RewardError, Verdict
-from rewards.exact import final_text
 from rollout.records import Outcome
 
 
-def choice(completion: str, answer: Any, *, choices: str = "ABCDEFGHIJ") -> Verdict:
+def choice(completion: str, answer: Any, prompt: str = "", *, choices: str = "ABCDEFGHIJ") -> Verdict:
     r"""1.0 where the letter chosen in the final text of the completion (`final_text`) is the answer; else 0.0.
 
     The first of these that the text has decides, and of several of one kind the last:
@@ -22,9 +22,9 @@ def choice(completion: str, answer: Any, *, choices: str = "ABCDEFGHIJ") -> Verd
     3. a letter after *answer*, *option* or *choice*: ``Answer: B``, ``the answer is (B)``;
     4. a letter in brackets, a capital at the end of a line, or one before ``.``, ``)`` or ``:`` at the start of a line.
 
-    Markup (``$``, ``*``, ``\text{}``) does not matter. Small letters count in brackets and where nothing follows. A letter out of
-    a word, an article or a pronoun is no choice, nor are letters joined by *or*, *and*, a comma or a slash. Nothing chosen:
-    outcome ``unparsed``.
+    Markup (``$``, ``*``, ``\text{}``) and double quotes do not matter. Small letters count in brackets and where nothing follows. A
+    letter out of a word, an article or a pronoun is no choice, nor are letters joined by *or*, *and*, a comma, a slash or ``|``, nor
+    one behind *not*, *neither* or *nor*. Nothing chosen: outcome ``unparsed``.
 
     Raises `InvalidItem` unless ``answer`` is one of ``choices``, plain or as ``(B)``, ``B)`` or ``B.``.
     """
@@ -32,7 +32,7 @@ def choice(completion: str, answer: Any, *, choices: str = "ABCDEFGHIJ") -> Verd
     gold = re.fullmatch(rf"\(?({kinds.letter})[.)]?", answer.strip()) if isinstance(answer, str) else None
     if gold is None:
         raise InvalidItem(f"the reference answer {answer!r} is none of the choices {choices}; write it as 'B'")
-    found = _chosen(final_text(completion), kinds)
+    found = _chosen(final_text(completion, prompt), kinds)
     outcome = Outcome.UNPARSED if found is None else Outcome.RIGHT if found == gold[1].upper() else Outcome.WRONG
     right = float(outcome is Outcome.RIGHT)
     return Verdict(value=right, accuracy=right, outcome=outcome, extracted=found)
@@ -65,7 +65,7 @@ def _kinds(choices: str) -> _Kinds:
     # "A cat" and "I think" go on as sentences do; "A because" is a choice with its reason.
     free = rf"(?<!\w){capital}{ended}(?!(?<=[AI])[ ](?!(?:because|since|as|and|or|but)\b)[a-z])"
     another = rf"(?:[(\[]{letter}[)\]]|(?<!\w)(?!I){capital}{ended})"
-    join = r"\s?(?:[,/&]|,?\s?\b(?:or|and)\b)\s?"
+    join = r"\s{0,9}(?:[,;]?\s{0,9}\(?\b(?i:or|and)\b|[,/&|])\s{0,9}"
     return _Kinds(
         letter=letter,
         alone=re.compile(rf"[(\[]?({letter})[)\]]?[.:]?"),
@@ -78,7 +78,7 @@ def _kinds(choices: str) -> _Kinds:
         marked=re.compile(
             rf"({bracketed}|(?<![\w'.-])(?!I){capital}(?=[.!]?[ \t]*+$)|(?<=^){capital}(?=[.):](?:\s|$)))", re.MULTILINE
         ),
-        joined_before=re.compile(rf"{another}{join}[(\[]?\Z"),
+        joined_before=re.compile(rf"(?:{another}{join}|\b(?i:not|neither|nor)\s{{1,9}})[(\[]?\Z"),
         joined_after=re.compile(rf"[)\]]?{join}{another}"),
     )
 
@@ -93,7 +93,11 @@ def _chosen(text: str, kinds: _Kinds) -> str | None:
             if last:
                 found = last[0]
                 break
-    if found is None or kinds.joined_before.search(text[: found.start(1)][-12:]) or kinds.joined_after.match(text, found.end(1)):
+    if (
+        found is None
+        or kinds.joined_before.search(text[max(0, found.start(1) - 40) : found.start(1)])
+        or kinds.joined_after.match(text, found.end(1))
+    ):
         return None
     return found[1].upper()
 
@@ -109,4 +113,8 @@ def _braced(text: str, start: int) -> str:
 
 
 def _without_markup(text: str) -> str:
-    return re.sub(r"\\(?:text|math)(?:bf|rm|it)?(?![a-zA-Z])|\\[()\[\]]|[${}*`]", "", text).strip()
+    return re.sub(
+        r"\\(?:text|math)(?:bf|rm|it)?(?![a-zA-Z])|\\[()\[\]]|[${}*`\"\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}]",
+        "",
+        text,
+    ).strip()

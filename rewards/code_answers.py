@@ -13,17 +13,18 @@ An answer is one of these, or the JSON text of one:
                                                                           some of their rows wrap it, the value in it is right too
     [{"input": text, "output": text}, ...]                                stdio
     ["assert ...", ...], or {"test_list": [...], "test_setup_code": text} asserts (MBPP)
-    {"test": text with def check(candidate), "entry_point": name}         asserts (HumanEval)
+    {"test": text with def check(candidate), "entry_point": name}         asserts (HumanEval; ``Solution().name``, as LeetCode's)
 
-An assert that compares an expression with a literal, ``assert f(1) == [2]``, becomes a test of its own: the expression is evaluated in
-the sandbox, the literal stays outside. Code with anything else in it runs there whole.
+An assert that compares an expression with a literal, ``assert f(1) == [2]`` in either order, becomes a test of its own: the expression is
+evaluated in the sandbox, the literal stays outside. Code with anything else in it runs there whole. A ``check`` that is nothing but
+asserts is taken apart like this, too.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -79,8 +80,11 @@ def read_answer(answer: Any) -> CodeTests:
         setup = _text(answer.get("test_setup_code") or "", "test_setup_code")
         return _asserts(answer["test_list"], "test_list", setup)
     if "test" in answer and "entry_point" in answer:
-        code = f"{_text(answer['test'], 'test')}\n\ncheck({_name(answer['entry_point'], 'entry_point')})\n"
-        return _asserts([code], "test", function=answer["entry_point"])
+        entry_point = answer["entry_point"]
+        name = entry_point.removeprefix("Solution().") if isinstance(entry_point, str) else entry_point
+        name, test = _name(name, "entry_point"), _text(answer["test"], "test")
+        setup, asserts = _taken_apart(test, entry_point)
+        return _asserts(asserts or [f"{test}\n\ncheck({entry_point})\n"], "test", setup, name)
     raise InvalidItem(f"the answer has no 'kind' (stdio, call, asserts) and is in no known shape; its keys: {list(answer)}")
 
 
@@ -120,6 +124,7 @@ def _scripts(pairs: list[tuple[Any, Any]]) -> CodeTests:
 
 
 def _asserts(blocks: Any, what: str, setup: str = "", function: str | None = None) -> CodeTests:
+    """``function``: that the tests call; without one, the first in an assert that is none of Python's own."""
     tests = []
     for i, block in _numbered(_decoded(blocks, what), what):
         code = _text(block, f"{what}, test {i}")
@@ -133,20 +138,57 @@ def _asserts(blocks: Any, what: str, setup: str = "", function: str | None = Non
         compared = [_comparison(statement, setup) for statement in statements]
         whole = FunctionTest(json.dumps({"code": f"{setup}\n{code}"}).encode(), ())
         tests += [test for test in compared if test is not None] if None not in compared else [whole]
-        called = re.search(r"^\s*assert\s+\(*(\w+)\(", code, re.MULTILINE)
-        function = function or (called and called[1])
+        function = function or next(filter(None, map(_called, statements)), None)
     return CodeTests(tuple(tests), function)
+
+
+def _taken_apart(test: str, entry_point: str) -> tuple[str, list[str]]:
+    """What stands beside ``check(candidate)``, and its asserts about ``entry_point``; no asserts where there is more to it."""
+    try:
+        module, target = ast.parse(test), ast.parse(entry_point, mode="eval").body
+        match [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == "check"]:
+            case [ast.FunctionDef(args=ast.arguments(args=[ast.arg(arg=candidate)])) as check]:
+                module.body.remove(check)
+                statements = [statement for statement in check.body if not _says_nothing(statement)]
+                if all(isinstance(statement, ast.Assert) for statement in statements):
+                    replace = _Replace(candidate, target)
+                    return ast.unparse(module), [ast.unparse(replace.visit(statement)) for statement in statements]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        pass  # its compilation will say so
+    return "", []
+
+
+def _says_nothing(statement: ast.stmt) -> bool:
+    match statement:
+        case ast.Pass() | ast.Expr(value=ast.Constant()) | ast.Assert(test=ast.Constant(value=True)):
+            return True
+    return False
+
+
+class _Replace(ast.NodeTransformer):
+    def __init__(self, name: str, by: ast.expr) -> None:
+        self._name, self._by = name, by
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self._by if node.id == self._name else node
+
+
+def _called(statement: ast.stmt) -> str | None:
+    asserts = (node for node in ast.walk(statement) if isinstance(node, ast.Assert))
+    calls = (node.func for each in asserts for node in ast.walk(each) if isinstance(node, ast.Call))
+    return next((func.id for func in calls if isinstance(func, ast.Name) and not hasattr(builtins, func.id)), None)
 
 
 def _comparison(statement: ast.stmt, setup: str) -> FunctionTest | None:
     """The test in ``assert EXPRESSION == LITERAL``, or None for any other statement, and for a literal that JSON cannot hold."""
     match statement:
         case ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right])):
-            try:
-                value = plain(ast.literal_eval(right))
-            except (ValueError, TypeError):
-                return None
-            return FunctionTest(json.dumps({"code": setup, "expression": ast.unparse(left)}).encode(), (value,))
+            for literal, other in ((right, left), (left, right)):
+                try:
+                    value = plain(ast.literal_eval(literal))
+                except (ValueError, TypeError):
+                    continue
+                return FunctionTest(json.dumps({"code": setup, "expression": ast.unparse(other)}).encode(), (value,))
     return None
 
 

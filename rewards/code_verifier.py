@@ -55,8 +55,8 @@ def code(
     - **stdio**: a process a test. A test passes when the program ends by itself with exit code 0 and its standard output agrees:
       line by line, without whitespace at the ends, decimals within ``tolerance`` absolute or relative, all else as the same text.
     - **call**: one process runs the program once, as a module that is imported (``__name__`` is not ``"__main__"``), then calls its
-      function, or that of its class ``Solution``, for one test after the other, so what it remembers stays. What it returns is
-      compared outside as JSON: tuples are lists, sets are lists in order, keys are text, expected floats within ``tolerance``,
+      function, or that of its class ``Solution``, for one test after the other, so what it remembers stays. Its annotations are
+      not evaluated (``List`` need not be imported). What it returns is compared outside as JSON: tuples are lists, sets are lists in order, keys are text, expected floats within ``tolerance``,
       all else as Python's ``==``. What JSON cannot hold is wrong.
     - **asserts**: one process, the tests' code runs in the program's namespace. What an assert compares with a literal is evaluated there
       and compared outside, as for **call**. In other code the expected values are in the program's reach, so one written to cheat can

@@ -48,6 +48,7 @@ PLURALS = {
 }
 GIVEN = (*PLURALS, *PLURALS.values())
 MAX_TEXT = 10_000  # characters kept of an extracted answer or a message; the cut says so
+MAX_MEASURES, MAX_NAME = 100, 100  # of one verdict; characters of a measure's name
 
 
 class RewardError(ConfigError):
@@ -84,7 +85,7 @@ class Verdict:
     accuracy: float | None = None  # 0..1, filters; without one, value clipped to [0, 1]
     outcome: Outcome | str | None = None  # without one: right where accuracy >= 0.5, else wrong
     extracted: str | None = None  # the answer that was read from the completion
-    measures: Mapping[str, float] = field(default_factory=dict)  # further numbers to log, by name
+    measures: Mapping[str, float] = field(default_factory=dict)  # further numbers to log, by printable names of their own
     detail: str = ""  # words for the log, such as a compiler's message
 
 
@@ -227,17 +228,17 @@ def _call(verifier: Verifier, items: Sequence[RewardItem], options: Mapping[str,
 
 def _read_call(verifier: Verifier, returned: Any, num_items: int, time_s: float) -> list[Score]:
     """The scores in what one call returned or raised; each item bears an equal share of its time."""
-    results: list[Any]
+    verdicts: list[Verdict | BaseException]
     try:
         if isinstance(returned, _Raised):
-            results = [returned.error] * num_items
+            verdicts = [returned.error] * num_items
         elif verifier.is_batch:
-            results = _listed(returned, num_items)
+            verdicts = [_read_result(result) for result in _listed(returned, num_items)]
         else:
-            results = [read_return(returned)]
+            verdicts = [read_return(returned)]
     except Exception as error:
-        results = [error] * num_items
-    return [_read_result(verifier, result, time_s / num_items) for result in results]
+        verdicts = [error] * num_items
+    return [_as_score(verifier, verdict, time_s / num_items) for verdict in verdicts]
 
 
 def _listed(returned: Any, num_items: int) -> list[Any]:
@@ -254,11 +255,14 @@ def _listed(returned: Any, num_items: int) -> list[Any]:
     return list(returned)
 
 
-def _read_result(verifier: Verifier, result: Any, time_s: float) -> Score:
+def _read_result(result: Any) -> Verdict | BaseException:
     try:
-        verdict = result if isinstance(result, BaseException) else read_return(result)
+        return result if isinstance(result, BaseException) else read_return(result)
     except Exception as error:
-        verdict = error
+        return error
+
+
+def _as_score(verifier: Verifier, verdict: Verdict | BaseException, time_s: float) -> Score:
     if isinstance(verdict, BaseException):
         known = ((InvalidItem, Status.INVALID), (Abstain, Status.ABSTAIN), (TimeoutError, Status.TIMEOUT))
         status = next((status for kind, status in known if isinstance(verdict, kind)), Status.ERROR)
@@ -294,14 +298,12 @@ def read_return(returned: Any) -> Verdict:
     if not 0.0 <= accuracy <= 1.0:
         raise ValueError(f"returned the accuracy {accuracy}, which is not in [0, 1]")
     by_accuracy = Outcome.RIGHT if accuracy >= 0.5 else Outcome.WRONG
-    if not isinstance(returned.measures, Mapping):
-        raise TypeError(f"returned the measures {cut(repr(returned.measures))}, not a dict of numbers by name")
     return Verdict(
         value=value,
         accuracy=accuracy,
         outcome=by_accuracy if returned.outcome is None else Outcome(returned.outcome),
         extracted=None if returned.extracted is None else cut(str(returned.extracted)),
-        measures={str(name): _number(number, f"measure '{name}'") for name, number in returned.measures.items()},
+        measures=_measures(returned.measures),
         detail=cut(str(returned.detail)),
     )
 
@@ -334,6 +336,17 @@ def describe(error: BaseException) -> str:
 
 def cut(text: str) -> str:
     return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}... ({len(text) - MAX_TEXT} more characters)"
+
+
+def _measures(measures: Any) -> dict[str, float]:
+    if not isinstance(measures, Mapping):
+        raise TypeError(f"returned the measures {cut(repr(measures))}, not a dict of numbers by name")
+    if len(measures) > MAX_MEASURES:
+        raise ValueError(f"returned {len(measures)} measures; each name is a metric of the run, so at most {MAX_MEASURES}")
+    for name in measures:
+        if not (isinstance(name, str) and name.isprintable() and 0 < len(name) <= MAX_NAME):
+            raise ValueError(f"returned a measure named {cut(repr(name))}; 1 to {MAX_NAME} printable characters work")
+    return {name: _number(number, f"measure '{name}'") for name, number in measures.items()}
 
 
 def _number(number: Any, what: str) -> float:

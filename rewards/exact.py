@@ -9,6 +9,7 @@ from decimal import Decimal, localcontext
 from fractions import Fraction
 from typing import Any, Literal
 
+from rewards.answers import final_text
 from rewards.contract import InvalidItem, RewardError, Verdict
 from rollout.records import Outcome
 
@@ -29,6 +30,7 @@ _PLAIN = re.compile(
     r"(?P<decimal>(?:[1-9][0-9]{0,2}(?:,[0-9]{3})++|[0-9]++)?(?:\.[0-9]++)?(?:[eE][+-]?[0-9]{1,3})?)(?:/(?P<below>[0-9]++))?"
 )
 _MAX_NUMBER = 1000  # characters
+_MOST_DECOMPOSED = 4  # code points that compose to one, or to what is folded to one (Unicode, Annex 15)
 _WHOLE = re.compile(rf"\s*(?P<sign>{_SIGN})?(?P<digits>[0-9]++)\s*")
 
 
@@ -49,6 +51,7 @@ def exact_integer(completion: str, answer: Any, *, last: bool = True) -> Verdict
 def exact(
     completion: str,
     answer: Any,
+    prompt: str = "",
     *,
     ignore_case: bool = False,
     ignore_whitespace: bool = True,
@@ -57,33 +60,36 @@ def exact(
     """1.0 where the final text of the completion (`final_text`) equals the answer, or one of a list of accepted answers.
 
     Both sides are normalised alike: composed Unicode (NFC), no whitespace at the ends, and by setting: case folded; runs of
-    whitespace as one space; punctuation removed, except before a digit (``-5`` and ``3.14`` stay what they are). Nothing else
-    is made equal: ``4.0`` is not ``4``. No final text: outcome ``unparsed``.
+    whitespace as one space; punctuation removed, except a dash, a point, a comma, a colon or a slash before a digit (``-5`` and ``3.14``
+    stay what they are). Nothing else is made equal: ``4.0`` is not ``4``. No final text: outcome ``unparsed``.
 
     Raises `InvalidItem` unless ``answer`` is a text, an int or a list of these, each with something left after normalising.
     """
 
-    def normal(text: str) -> str:
-        text = unicodedata.normalize("NFC", text)
+    def plain(text: str) -> str:
         if ignore_punctuation:
-            kept = (c for c, after in zip(text, f"{text[1:]} ", strict=False) if not _is_punctuation(c) or after.isdigit())
-            text = "".join(kept)
+            text = "".join(c for c, after in zip(text, f"{text[1:]} ", strict=False) if not _is_punctuation(c, after))
         if ignore_whitespace:
             text = " ".join(text.split())
         return (text.casefold() if ignore_case else text).strip()
 
     accepted = set()
     for gold in answer if isinstance(answer, list) and answer else [answer]:
-        accepted.add(normal(_written(gold) or ""))
+        accepted.add(plain(unicodedata.normalize("NFC", _written(gold) or "")))
         if "" in accepted:
             raise InvalidItem(f"the reference answer {gold!r} is no text to compare with; write a text, or a list of texts")
-    found = normal(final_text(completion))
+    text = final_text(completion, prompt)
+    found = plain(text)
+    # Composing takes time quadratic in the marks on one letter, so a text that is too long to be equal is left as it is.
+    if len(found) <= _MOST_DECOMPOSED * max(map(len, accepted)):
+        found = plain(unicodedata.normalize("NFC", text))
     return _verdict(found in accepted, found or None)
 
 
 def numeric(
     completion: str,
     answer: Any,
+    prompt: str = "",
     *,
     last: bool = True,
     absolute: float = 0.0,
@@ -106,7 +112,7 @@ def numeric(
     gold = None if written is None else _whole_number(written, percent)
     if gold is None:
         raise InvalidItem(f"the reference answer {answer!r} is not a number; write it as 0.5, '0.5', '1/2' or '50%'")
-    text = final_text(completion)
+    text = final_text(completion, prompt)
     found = _last_number(text, percent) if last else _whole_number(text, percent)
     if found is None:
         return _verdict(False, None)
@@ -122,18 +128,6 @@ def _check_tolerances(*, absolute: float, relative: float, **_: Any) -> None:
 
 
 numeric.prepare = _check_tolerances  # type: ignore[attr-defined]
-
-
-def final_text(completion: str) -> str:
-    """Where an answer is sought: what follows the last ``</think>``, and of that the last ``<answer>`` block where there is one.
-
-    Empty where reasoning was begun and not ended: a number on the way is no answer.
-    """
-    text = completion.rpartition("</think>")[2]
-    if "<think>" in text:
-        return ""
-    before, closed, _ = text.rpartition("</answer>")
-    return before.rpartition("<answer>")[2].strip() if closed and "<answer>" in before else text.strip()
 
 
 def _gold(answer: Any) -> str:
@@ -172,8 +166,10 @@ def _verdict(right: bool, extracted: str | None) -> Verdict:
     return Verdict(value=float(right), accuracy=float(right), outcome=outcome, extracted=extracted)
 
 
-def _is_punctuation(character: str) -> bool:
-    return unicodedata.category(character)[0] == "P"
+def _is_punctuation(character: str, after: str) -> bool:
+    """Whether it is, and no part of the number that ``after`` begins or goes on."""
+    category = unicodedata.category(character)
+    return category[0] == "P" and not ((category == "Pd" or character in ".,:/") and after.isdigit())
 
 
 def _last_number(text: str, percent: str) -> Fraction | None:

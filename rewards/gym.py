@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
+from rewards.answers import after_reasoning, final_text, last_tagged
 from rewards.contract import InvalidItem, RewardError, Verdict
-from rewards.exact import final_text
 from rollout.records import Outcome
 
 try:
@@ -20,6 +20,7 @@ except ModuleNotFoundError as missing:
     raise RewardError("the package reasoning_gym is not installed: pip install 'limen[reasoning-gym]'") from missing
 
 _LOOSE = {
+    "coin_flip": "pays in full for 0, with which every probability begins",
     "game_of_life_halting": "pays in full for any answer",
     "puzzle24": "pays in full for numbers that were not given",
 }
@@ -31,12 +32,13 @@ _FUNCTIONS = {
     *("sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh"),
     *("exp", "log", "ln", "sqrt", "Abs"),
 }
+_NO_NUMBER = re.compile(r"(?i)(?<![a-z])(?:nan|inf|infinity)j?(?![a-z])")
 _FULL = 1 - 1e-9
 _MAX_FORMULA, _MAX_POWER, _MAX_NUMBER = 2000, 500, 1e100  # characters; exponents over one another, multiplied; a number's size
 
 
 def reasoning_gym(
-    completion: str, answer: Any, *, partial: bool = False, require_tag: bool = False, allow_loose: bool = False
+    completion: str, answer: Any, prompt: str = "", *, partial: bool = False, require_tag: bool = False, allow_loose: bool = False
 ) -> Verdict:
     """What the scorer of the item's task gives the answer in a completion: 1.0 for full marks, else 0.0.
 
@@ -49,16 +51,21 @@ def reasoning_gym(
     which the scorer raises.
 
     Nine scorers execute the answer, which could then reach into this process: those get nothing but a literal or plain capitals, or a
-    formula of bounded powers (`_is_harmless`); anything else is 0. Two scorers are refused because they pay for wrong answers,
-    unless ``allow_loose``.
+    formula of bounded powers (`_is_harmless`); anything else is 0. So is an answer that names no number, ``nan`` or ``inf``: comparing
+    with it is false either way, and a scorer of distances then pays in full. Three scorers are refused because they pay for wrong
+    answers, unless ``allow_loose``.
 
     Raises `InvalidItem` for an answer that is no such item, an unknown task or settings, a refused scorer, and an item whose own
     reference answer does not get full marks.
     """
     task, scorer, entry = _read_item(answer, allow_loose)
-    text = "" if require_tag and "</answer>" not in completion.rpartition("</think>")[2] else final_text(completion)
+    text = final_text(completion, prompt)
+    if require_tag and last_tagged(after_reasoning(completion, prompt)) is None:
+        text = ""
     if not text:
         return Verdict(0.0, 0.0, Outcome.UNPARSED)
+    if text != entry["answer"] and _NO_NUMBER.search(text):
+        return Verdict(0.0, 0.0, Outcome.WRONG, text)
     if text != entry["answer"] and not _is_harmless(task, text):
         return Verdict(0.0, 0.0, Outcome.WRONG, text, detail=f"not given to the scorer of {task}, which would execute it")
     marks = _marks(scorer, text, entry)

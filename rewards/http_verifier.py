@@ -119,9 +119,10 @@ def _settings(
         raise RewardError("urls: wants at least one address, such as http://localhost:8080/score")
     if timeout_seconds <= 0 or retries < 0:
         raise RewardError("timeout_seconds must be above 0, retries 0 or more")
+    secret = read_secret(token_env, "token_env")
     return _Servers(
-        urls=tuple(check_url(url, f"urls, address {place}") for place, url in enumerate(urls, 1)),
-        secret=read_secret(token_env, "token_env"),
+        urls=tuple(check_url(url, f"urls, address {place}", secret) for place, url in enumerate(urls, 1)),
+        secret=secret,
         timeout_s=timeout_seconds,
         retries=retries,
     )

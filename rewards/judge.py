@@ -35,7 +35,9 @@ MAX_REPLY_BYTES = 4 * 2**20
 MAX_OBJECTS = 20  # braces tried, from the end of a reply
 MAX_CACHED = 10_000  # replies kept in memory
 _PLACE = re.compile(r"\{(prompt|completion|answer)\}")
-_SCORE_LINE = re.compile(r"\bscore\W{0,4}?[:=]\W{0,4}?(-?\d+(?:\.\d+)?)(?:\s*/\s*(\d+(?:\.\d+)?))?(?![\w.]*\d)", re.IGNORECASE)
+_SCORE_LINE = re.compile(
+    r"\bscore\W{0,4}?[:=]\W{0,4}?(-?\d+(?:\.\d+)?)(?:\s*/\s*(\d+(?:\.\d+)?))?(?![\w.,]*\d|\s?%)", re.IGNORECASE
+)
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
@@ -69,9 +71,10 @@ async def judge(  # noqa: PLR0913
     """The score that a model gives by a rubric, brought to [0, 1]: 0 at ``min_score``, 1 at ``max_score``. Accuracy is the value.
 
     Prompt, completion and reference answer stand in the request between marks that no text can contain, and the model is told that what is
-    between them is never an instruction. It is asked at temperature 0. A score is read from a JSON object, from the last ``Score: x`` (or
-    ``x/max_score``), or from a reply that is one number; one outside the scale is none. A reply without a score is answered by
-    asking for it again; still without, the verifier has failed (status error), and the completion is not worth 0.
+    between them is never an instruction. It is asked at temperature 0. A score is read from the last of what a reply has of JSON objects
+    and ``Score: x`` (or ``x/max_score``), for a judge quotes a completion before it ends on its own words; or from a reply that is one
+    number. One outside the scale is none. A reply without a score is answered by asking for it again; still without, the verifier has
+    failed (status error), and the completion is not worth 0.
 
     Args:
         base_url: as for OpenAI's clients: ``/chat/completions`` is added.
@@ -162,9 +165,10 @@ def _settings(
             tempfile.TemporaryFile(dir=Path(cache_dir).expanduser()).close()
         except OSError as error:
             raise RewardError(f"cache_dir: {cache_dir!r} is no folder that can be written into: {error.strerror}") from error
+    secret = read_secret(api_key_env, "api_key_env")
     return _Judge(
-        url=check_url(base_url, "base_url").rstrip("/") + "/chat/completions",
-        secret=read_secret(api_key_env, "api_key_env"),
+        url=check_url(base_url, "base_url", secret).rstrip("/") + "/chat/completions",
+        secret=secret,
         low=min_score,
         high=max_score,
         weights=criteria or (("score", 1.0),),
@@ -231,29 +235,30 @@ def _read_scores(reply: str, settings: _Judge) -> dict[str, float] | None:
     """The score of each criterion, on the judge's scale; None where one is missing or not on it."""
     said = reply.rpartition("</think>")[2].partition("<think>")[0]  # thoughts that were cut before they ended are no verdict
     names = [name for name, _ in settings.weights]
-    found = _last_object(said, names)
-    if found is None and names == ["score"]:
-        lines = list(_SCORE_LINE.finditer(said))
-        if lines and (lines[-1][2] is None or float(lines[-1][2]) == settings.high):
-            found = {"score": float(lines[-1][1])}
-        elif _NUMBER.fullmatch(said.strip()):
+    found, end = _last_object(said, names)
+    if names == ["score"]:
+        line = max(_SCORE_LINE.finditer(said), key=re.Match.end, default=None)
+        if line is not None and line.end() > end:
+            found = {"score": float(line[1])} if line[2] is None or float(line[2]) == settings.high else None
+        elif found is None and _NUMBER.fullmatch(said.strip()):
             found = {"score": float(said)}
     if found is None or not all(settings.low <= score <= settings.high for score in found.values()):
         return None
     return found
 
 
-def _last_object(text: str, names: Sequence[str]) -> dict[str, float] | None:
-    """The last JSON object of the text that gives each name a number."""
-    decoder = json.JSONDecoder()
+def _last_object(text: str, names: Sequence[str]) -> tuple[dict[str, float] | None, int]:
+    """The JSON object that ends last of those that give each name a number, and where it ends."""
+    decoder, last, last_end = json.JSONDecoder(), None, 0
     for place in reversed([match.start() for match in re.finditer(r"\{", text)][-MAX_OBJECTS:]):
         try:
-            found, _ = decoder.raw_decode(text, place)
-            if all(isinstance(found.get(name), (int, float)) and not isinstance(found[name], bool) for name in names):
-                return {name: float(found[name]) for name in names}
+            found, end = decoder.raw_decode(text, place)
+            numbers = all(isinstance(found.get(name), (int, float)) and not isinstance(found[name], bool) for name in names)
+            if numbers and end > last_end:
+                last, last_end = {name: float(found[name]) for name in names}, end
         except (ValueError, RecursionError, OverflowError):
             continue
-    return None
+    return last, last_end
 
 
 def _verdict(scores: Mapping[str, float], reply: str, settings: _Judge) -> Verdict:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rewards.contract import RewardError, describe, failed
-from rewards.process import START_S, Woken, WorkerProcess
+from rewards.process import START_S, GarbledError, Woken, WorkerProcess
 from rewards.worker import Setup, read_score
 from rollout.records import Score, Status
 
@@ -28,7 +28,8 @@ CHUNK_S = 0.01  # a process is sent about as many calls as it answers in this
 STUCK_S = 0.2  # a call that runs longer holds up those sent with it: they go to another process
 GRACE_S = 2.0  # beyond its deadline, for an async call to be cancelled in its process
 CPU_LIMIT = f"was killed by {signal.Signals.SIGXCPU.name}"
-MAX_TRIES = 3  # processes that may end before an item is begun until that item is given up
+MAX_TRIES = 3  # processes that may end before an item is begun until that item is given up; starts in place of one that was lost
+RESTART_S = 1.0  # before the second of these, and twice that before the third
 
 
 @dataclass(eq=False, slots=True)
@@ -166,10 +167,18 @@ class Lane:
 
     def _start(self, seat: Seat) -> WorkerProcess | None:
         seat.num_sent, seat.is_full = 0, False
-        try:
-            seat.process = WorkerProcess(self._setup, seat.news[0].fileno(), lambda: self._ended)
-        except RewardError as error:
-            seat.failure = str(error)
+        # What has worked once may work again: memory, processes or files may be short for a moment.
+        for num_tries in range(MAX_TRIES if seat.tried.is_set() else 1):
+            with self._changed:
+                if self._changed.wait_for(lambda: self._ended, num_tries * RESTART_S):
+                    raise Woken
+            try:
+                seat.process = WorkerProcess(self._setup, seat.news[0].fileno(), lambda: self._ended)
+                break
+            except RewardError as error:
+                seat.failure = str(error)
+            except OSError as error:
+                seat.failure = f"a verifier process can not be started: {error}"
         seat.tried.set()
         return seat.process
 
@@ -188,6 +197,9 @@ class Lane:
             self._lose(seat, None)
         except (EOFError, OSError):
             self._lose(seat, process.kill(grace_s=1.0))
+        except GarbledError:
+            process.kill()
+            self._lose(seat, "wrote into the pool's connection and was killed")
 
     def _send(self, seat: Seat, process: WorkerProcess, calls: Sequence[Call]) -> None:
         if not seat.calls():
@@ -204,17 +216,24 @@ class Lane:
         if kind == "full":
             seat.is_full = True
             return
-        number, *rest = message
-        if kind == "begin":
-            call = seat.running[number] = seat.waiting.pop(number)
-            call.begun = seat.heard
-            return
-        call, (late, scores) = seat.running.pop(number), rest
+        try:
+            number, *rest = message
+            if kind == "begin":
+                call = seat.running[number] = seat.waiting.pop(number)
+                call.begun = seat.heard
+                return
+            late, values = rest
+            scores = [read_score(value) for value in values]
+            call = seat.running.pop(number)
+            if len(scores) != len(call.tasks):
+                raise ValueError(f"{len(scores)} scores for {len(call.tasks)} items")
+        except (KeyError, TypeError, ValueError) as error:
+            raise GarbledError from error
         seat.pace_s = 0.9 * seat.pace_s + 0.1 * (seat.heard - call.begun)
         if late and len(call.tasks) > 1:
             self._retry_alone(call, exclusive=False)
             return
-        for task, score in zip(call.tasks, map(read_score, scores), strict=True):
+        for task, score in zip(call.tasks, scores, strict=True):
             task.settle(task, score)
 
     def _next_look(self, seat: Seat, process: WorkerProcess) -> float:
@@ -322,7 +341,7 @@ class Lane:
             num_free = 0 if under_way else min(in_time, 1 + self.num_queued() // (2 * len(self.seats)))
         while num_free > 0 and not seat.is_full and (queue := self._next_queue()) is not None:
             room = self._room(seat)
-            if room == 0 or any(call.tasks[0].exclusive for call in under_way) or (under_way and queue[0].exclusive):
+            if room == 0 or (under_way and (under_way[0].tasks[0].exclusive or queue[0].exclusive)):
                 return
             part, num_seats = queue[0].part, len(self.seats)
             is_batch = seat.process is not None and part in seat.process.batch_parts and not queue[0].alone

@@ -1,36 +1,37 @@
 """What runs first in a sandboxed process: it gives up every right that the program must not have, then runs the program.
 
 `rewards.sandbox` sends this file's compiled code to a fresh interpreter, so it may import nothing of ours, and only what starts
-fast: a stdio task is one process a test. (`_ctypes` instead of `ctypes` saves a quarter of the start.) `rewards.confine` uses
-the same functions on the calling process.
+fast: a stdio task is one process a test, and `typing` alone, or `ctypes` for `_ctypes`, would make its start longer by half.
+`rewards.confine` uses the same functions on the calling process.
 """
-
-from __future__ import annotations
 
 import _ctypes
 import posix
-import resource
 import sys
-from array import array
-from collections.abc import Iterable, Mapping
-from typing import Any
 
 RESULT_FD = 3
 READY = b"R"  # the first byte on `RESULT_FD`: every restriction holds, the program starts now
 PREFIX_FD = 4
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 _LANDLOCK_CREATE, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT = 444, 445, 446  # the same numbers on every architecture
+_CAPABILITIES_VERSION = 0x20080522.to_bytes(4, "little")
 _O_PATH = 0o10000000
 _SIGKILL = 9
 _LIBC = _ctypes.dlopen(None, 0)  # type: ignore[arg-type]
 
 
-def start(settings: Mapping[str, Any]) -> None:
-    """Confine this process as ``settings`` say (built in `rewards.sample.settings_for`), then run ``main.py`` as ``__main__``."""
+class _Byte(_ctypes._SimpleCData):
+    _type_ = "B"
+
+
+def start(settings: dict) -> None:
+    """Confine this process as ``settings`` say (`rewards.sandbox_setup.payload` makes them), then run ``main.py`` as ``__main__``."""
     for given, fd in ((settings["result_fd"], RESULT_FD), (settings["prefix_fd"], PREFIX_FD)):
         if given is not None:
             posix.dup2(given, fd)
             posix.close(given)
+    if settings["guard"]:
+        _leave_guard()
     # Rules and folder while we still may reach them, files and limits when they count as the program's own.
     ruleset = landlock_ruleset(*settings["landlock"]) if settings["landlock"] is not None else None
     posix.chdir(settings["folder"])
@@ -40,6 +41,9 @@ def start(settings: Mapping[str, Any]) -> None:
         posix.setgroups([])
         posix.setresgid(settings["uid"], settings["uid"], settings["uid"])
         posix.setresuid(settings["uid"], settings["uid"], settings["uid"])
+    # Another user has lost them already; the root of a container that has no other user has not.
+    if _call("capset", _CAPABILITIES_VERSION + bytes(4), bytes(24)) != 0:
+        raise OSError("capabilities can not be given up")
     if settings["prefix_fd"] is not None:
         _reach_interpreter(settings["prefix"], f"/proc/self/fd/{PREFIX_FD}")
     for name, content in settings["files"]:
@@ -50,15 +54,28 @@ def start(settings: Mapping[str, Any]) -> None:
     no_new_privileges()
     if ruleset is not None:
         landlock_restrict(ruleset, settings["landlock_flags"])
-    for name, limit in settings["limits"]:
-        _limit(name, limit)
-    try:
-        seccomp(settings["seccomp"])
-    except OSError:
-        if settings["seccomp_needed"]:
-            raise
+    for which, soft, hard in settings["limits"]:
+        if _call("setrlimit", which, soft.to_bytes(8, "little") + hard.to_bytes(8, "little")) != 0:
+            raise OSError(f"limit {which} can not be set")
+    seccomp(settings["seccomp"])
     posix.write(RESULT_FD, READY)
     _run_main(settings["folder"], settings["args"])
+
+
+def _leave_guard() -> None:
+    """Go on in a child, which will be another user; this process waits for it as process 1 of the namespace.
+
+    All die with process 1. It stays the user that bubblewrap is, which may thus kill it when we are killed, and signals end the child
+    as they end any process, while process 1 would be deaf to many.
+    """
+    child = posix.fork()
+    if child == 0:
+        return
+    for fd in range(PREFIX_FD):
+        posix.close(fd)
+    _, status = posix.waitpid(child, 0)
+    code = posix.waitstatus_to_exitcode(status)
+    posix._exit(128 - code if code < 0 else code)
 
 
 def no_new_privileges() -> None:
@@ -66,9 +83,9 @@ def no_new_privileges() -> None:
         raise OSError("no_new_privs can not be set")
 
 
-def landlock_ruleset(attributes: bytes, rules: Iterable[tuple[str, int]]) -> int:
+def landlock_ruleset(attributes: bytes, rules: list[tuple[str, int]]) -> int:
     """A Landlock ruleset's descriptor. A rule is a path and the rights below it; a path that does not exist is passed over."""
-    ruleset: int = _call("syscall", _LANDLOCK_CREATE, attributes, len(attributes), 0)
+    ruleset = _call("syscall", _LANDLOCK_CREATE, attributes, len(attributes), 0)
     if ruleset < 0:
         raise OSError("Landlock: the ruleset can not be made")
     for path, rights in rules:
@@ -92,25 +109,15 @@ def landlock_restrict(ruleset: int, flags: int) -> None:
 
 def seccomp(program: bytes) -> None:
     """Put a BPF program in force for this thread and all that it starts. It needs `no_new_privileges`."""
-    instructions = array("B", program)
-    address, _ = instructions.buffer_info()
+    instructions = (_Byte * len(program)).from_buffer_copy(program)
+    address = _ctypes.addressof(instructions)
     header = (len(program) // 8).to_bytes(8, "little") + address.to_bytes(8, "little")  # struct sock_fprog
     if _call("prctl", _PR_SET_SECCOMP, 2, header, 0, 0) != 0:
         raise OSError("seccomp: the filter can not be put in force")
 
 
-def _call(function: str, *arguments: int | bytes) -> Any:
+def _call(function: str, *arguments: int | bytes) -> int:
     return _ctypes.call_function(_ctypes.dlsym(_LIBC, function), arguments)
-
-
-def _limit(name: str, limit: int) -> None:
-    """Soft and hard, never above the hard limit that we were given."""
-    which = getattr(resource, name)
-    _, hard = resource.getrlimit(which)
-    if hard != resource.RLIM_INFINITY:
-        limit = min(limit, hard)
-    # Programs for deep recursion ask for an unlimited stack; the address space bounds it.
-    resource.setrlimit(which, (limit, hard if name == "RLIMIT_STACK" else limit))
 
 
 def _write(name: str, content: bytes) -> None:

@@ -1,9 +1,9 @@
-"""Formulas are compared in a process of their own, because only an end from outside bounds what an answer can ask for.
+"""Formulas are compared in processes of their own, because only an end from outside bounds what an answer can ask for.
 
-One *nursery* a calling process has the modules loaded. For each question it forks a child, which limits its own memory and time, gives up
-files, network and processes (`rewards.confine`, where this machine has that), answers over a socket of its own, and ends. The kernel ends it at its
-limit, so the caller needs no signals and may be any thread, any number at once. When the caller dies the nursery reads the end of its
-socket and ends, and its children with it.
+One *nursery* a calling process has the modules loaded and forks *children*, in milliseconds; a child answers questions over a socket of its own, one at
+a time, and waits for the next. It has given up files, network and processes (`rewards.confine`, where this machine has that). For
+each question it limits its memory and time; at the limit of time the kernel ends it, so the caller needs no signals and may be any
+thread, any number at once. When the caller dies its sockets close, so children and nursery end.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from enum import StrEnum
 from pathlib import Path
 
 from rewards import confine
-from rewards.math_exact import Undecided, same
-from rewards.math_grammar import Node, read
+from rewards.math_compare import Undecided, same
+from rewards.math_grammar import read
+from rewards.math_nodes import Node
 from rewards.math_symbolic import Numeric, evaluate_all
 from rewards.math_tokens import Unreadable
 
+_TRIES = 3  # an idle child may have ended, and the nursery with it
 WALL_GRACE_S = 3.0  # a machine that is busy may give a child less than its time
 _PR_SET_PDEATHSIG = 1
 _LIBRARY = "rewards.math_library"
@@ -48,100 +51,114 @@ class Found(StrEnum):
     DIFFERENT = "different"
     TIME_LIMIT = "time_limit"  # of the prediction
     MEMORY_LIMIT = "memory_limit"
+    CRASH = "crash"  # an error while the prediction was compared, which must not be a way out of a 0
     GOLD = "gold"  # the reference answer can not be read or evaluated
-
-
-_lock = threading.Lock()
-_nursery: tuple[subprocess.Popen[bytes], socket.socket] | None = None
 
 
 def compare(pred: str, gold: str, *, library: bool, decimal_digits: int, timeout_s: float, memory_bytes: int) -> Found:
     """Whether two answers are the same; with ``library`` by math-verify.
 
-    ``timeout_s`` is processor time, and `WALL_GRACE_S` more by the clock. ``memory_bytes`` comes on top of what the process has at the
-    start. Raises RuntimeError when the process can not be had.
+    ``timeout_s`` is processor time, and `WALL_GRACE_S` more by the clock. ``memory_bytes`` comes on top of what a process has at the
+    start. Raises RuntimeError when a process can not be had.
     """
-    request = json.dumps([pred, gold, library, decimal_digits, timeout_s, memory_bytes]).encode()
-    for _ in range(2):  # the nursery may have been killed since the last question
+    request = json.dumps([pred, gold, decimal_digits, timeout_s, memory_bytes]).encode() + b"\n"
+    for _ in range(_TRIES):
         begun = time.monotonic()
-        heard = _ask(request, library, timeout_s + WALL_GRACE_S + 2.0)
+        heard = _nursery.ask(request, library, timeout_s + WALL_GRACE_S + 2.0)
         if heard:
             break
     else:
-        raise RuntimeError("the process that compares formulas ends before it answers")
+        raise RuntimeError("the processes that compare formulas end before they answer")
     *before, last = heard
-    if last not in ("begun", "ready"):
-        return Found.GOLD if last == Found.MEMORY_LIMIT and "ready" not in before else Found(last)
-    if last == "begun":
+    if last.startswith("failed"):
+        if "ready" in before:
+            return Found.CRASH
+        raise RuntimeError(f"comparing {pred[:200]!r} with {gold[:200]!r} {last}")
+    if last == "begun" or (last == Found.MEMORY_LIMIT and "ready" not in before):
         return Found.GOLD
+    if last != "ready":
+        return Found(last)
     return Found.TIME_LIMIT if time.monotonic() - begun >= 0.9 * timeout_s else Found.MEMORY_LIMIT
 
 
-def _ask(request: bytes, library: bool, limit_s: float) -> list[str]:
-    """What the child said before it ended; nothing where there was none."""
-    mine, theirs = socket.socketpair()
-    with mine:
-        with theirs:
-            try:
-                socket.send_fds(_start(), [b"library" if library else b"formula"], [theirs.fileno()])
-            except OSError:
-                _drop()
-                return []
+class _Nursery:
+    """The caller's end of it. Started when first needed, and again where it has ended."""
+
+    def __init__(self) -> None:
+        self.forget()
+        os.register_at_fork(after_in_child=self.forget)
+
+    def forget(self) -> None:
+        """In a fork of the calling process all this is the parent's: the copies of its sockets go, so that their ends are seen."""
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._idle: dict[bool, list[socket.socket]] = {False: [], True: []}  # children, by whether they have math-verify
+
+    def ask(self, request: bytes, library: bool, limit_s: float) -> list[str]:
+        """What a child said before it ended or was done; nothing where it or the nursery had ended before."""
+        with self._lock:
+            fresh = not self._idle[library]
+            child = self._fork(library) if fresh else self._idle[library].pop()
+        if child is None:
+            return []
         deadline = time.monotonic() + limit_s + (30.0 if library else 0.0)  # the first time it is loaded
         data = b""
         with contextlib.suppress(OSError):  # a child that died has closed the connection
-            mine.sendall(request + b"\n")
+            child.sendall(request)
             while not data.endswith(b"\n\n"):
-                mine.settimeout(max(0.01, deadline - time.monotonic()))
-                part = mine.recv(4096)
+                child.settimeout(max(0.01, deadline - time.monotonic()))
+                part = child.recv(4096)
                 if not part:
                     break
                 data += part
-    if not data:
-        _drop()
-    return data.decode().split()
+        with self._lock:
+            if data.endswith(b"\n\n"):
+                self._idle[library].append(child)
+            elif not data:
+                self._idle[library].clear()  # it had ended while it waited; others may have, too
+                if fresh:
+                    self._await_end()
+            elif not self._lives():
+                return []  # the child ended with the nursery, by no fault of the question
+        return data.decode().split("\n")[: -2 if data.endswith(b"\n\n") else -1]
 
+    def _fork(self, library: bool) -> socket.socket | None:
+        if self._socket is None or not self._lives():
+            self._start()
+        assert self._socket is not None
+        mine, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(self._socket, [b"library" if library else b"formula"], [theirs.fileno()])
+            except OSError:
+                self._await_end()
+                return None
+        return mine
 
-def _start() -> socket.socket:
-    global _nursery
-    with _lock:
-        if _nursery is not None and _nursery[0].poll() is None:
-            return _nursery[1]
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def _await_end(self) -> None:
+        """What has been killed is not gone at once."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if self._process is not None:
+                self._process.wait(1.0)
+
+    def _lives(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def _start(self) -> None:
+        self._idle = {False: [], True: []}
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         root = str(Path(__file__).resolve().parents[1])
         with theirs:
-            process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _BOOT, str(theirs.fileno()), root, *sys.path],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )
-        _nursery = process, ours
-        return ours
 
 
-def _drop() -> None:
-    global _nursery
-    with _lock:
-        if _nursery is not None:
-            process, connection = _nursery
-            connection.close()
-            process.kill()
-            process.wait()
-            _nursery = None
-
-
-def _forget() -> None:
-    """In a fork of the calling process: the nursery is the parent's, and must see its end."""
-    global _nursery, _lock
-    _lock = threading.Lock()
-    if _nursery is not None:
-        _nursery[1].close()
-        _nursery[0].returncode = 0  # not ours to wait for
-        _nursery = None
-
-
-os.register_at_fork(after_in_child=_forget)
+_nursery = _Nursery()
 
 
 # The nursery and its children
@@ -168,38 +185,45 @@ def main(connection_fd: int) -> None:
                     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
                 if os.getppid() == nursery:
                     connection.close()
-                    _answer(socket.socket(fileno=fds[0]))
+                    _answer(socket.socket(fileno=fds[0]), kind == b"library")
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(0)
         os.close(fds[0])
 
 
-def _answer(connection: socket.socket) -> None:
-    with connection, connection.makefile("rb") as lines:
-        pred, gold, library, decimal_digits, timeout_s, memory_bytes = json.loads(lines.readline())
-        connection.sendall(b"begun\n")
-        _limit(timeout_s, memory_bytes)
-        try:
-            found = (_by_library if library else _by_value)(connection, pred, gold, decimal_digits)
-        except (MemoryError, RecursionError):
-            found = Found.MEMORY_LIMIT
-        connection.sendall(f"{found}\n\n".encode())
-
-
-def _limit(timeout_s: float, memory_bytes: int) -> None:
+def _answer(connection: socket.socket, library: bool) -> None:
+    """Answer questions until the connection ends."""
     with open("/proc/self/statm") as file:
-        now = int(file.read().split()[0]) * resource.getpagesize()
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = now + memory_bytes if hard == resource.RLIM_INFINITY else min(now + memory_bytes, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    for number, timer, limit_s in (
-        (signal.SIGPROF, signal.ITIMER_PROF, timeout_s),
-        (signal.SIGALRM, signal.ITIMER_REAL, timeout_s + WALL_GRACE_S),
-    ):
-        signal.signal(number, signal.SIG_DFL)  # the kernel's: the process ends, whatever it is doing
-        signal.setitimer(timer, limit_s)
+        at_start = int(file.read().split()[0]) * resource.getpagesize()
     if not confine.missing():
         confine.confine_here(read=sys.path)
+    for number in (signal.SIGPROF, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)  # the kernel's: the process ends, whatever it is doing
+    with connection, connection.makefile("rb") as lines:
+        for line in lines:
+            pred, gold, decimal_digits, timeout_s, memory_bytes = json.loads(line)
+            connection.sendall(b"begun\n")
+            _limit(timeout_s, at_start + memory_bytes)
+            found: str
+            try:
+                found = (_by_library if library else _by_value)(connection, pred, gold, decimal_digits)
+            except (MemoryError, RecursionError):
+                found = Found.MEMORY_LIMIT
+            except Exception as error:
+                found = f"failed {type(error).__name__}: {error}".replace("\n", " ")
+            _limit(0.0, None)
+            connection.sendall(f"{found}\n\n".encode())
+
+
+def _limit(timeout_s: float, memory_bytes: int | None) -> None:
+    """Processor time and time by the clock, 0 for none; address space."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    soft = hard if memory_bytes is None else memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    signal.setitimer(signal.ITIMER_PROF, timeout_s)
+    signal.setitimer(signal.ITIMER_REAL, timeout_s + WALL_GRACE_S if timeout_s else 0.0)
 
 
 def _by_value(connection: socket.socket, pred: str, gold: str, decimal_digits: int) -> Found:
@@ -221,7 +245,9 @@ def _by_library(connection: socket.socket, pred: str, gold: str, _: int) -> Foun
         return Found.GOLD
     connection.sendall(b"ready\n")
     try:
-        return Found.EQUAL if module.equal(module.formula(pred), theirs) else Found.DIFFERENT
+        mine = module.formula(pred)
+        module.evaluate(mine)  # where memory ends here, math-verify would only say that they differ
+        return Found.EQUAL if module.equal(mine, theirs) else Found.DIFFERENT
     except MemoryError:
         raise
     except Exception:  # whatever math-verify stumbles over, this prediction is not the answer

@@ -31,7 +31,7 @@ def formula(text: str) -> Any:
 
 
 def evaluate(formula: Any) -> None:
-    """For the work of it: what the reference answer asks for is no fault of the completion."""
+    """For the work of it. Raises MemoryError."""
     with contextlib.suppress(ArithmeticError, AttributeError, TypeError, ValueError, NotImplementedError):
         formula.doit().evalf()
 

@@ -20,8 +20,9 @@ from typing import Any
 
 from mpmath import mp, mpc, mpf
 
-from rewards.math_exact import Exact, Undecided, Undefined, names, within_last_digit
-from rewards.math_grammar import Node
+from rewards.math_compare import Undecided
+from rewards.math_exact import Exact, Undefined, within_last_digit
+from rewards.math_nodes import Node, names
 
 _MIN_BITS = 256
 _MAX_BITS = 1 << 16
@@ -38,6 +39,7 @@ _FUNCTIONS = {
     "artanh": "atanh",
     "factorial2": "fac2",
 }
+_NO_VALUE = (Undefined, ZeroDivisionError, ValueError, OverflowError)  # the last three are mpmath's
 _PERIODIC = frozenset(("sin", "cos", "tan", "cot", "sec", "csc"))
 
 
@@ -78,7 +80,10 @@ class Numeric:
         for decimal, exact in ((pred, gold), (gold, pred)):
             if not self._decimal_digits or decimal.kind != "num" or decimal.args[1] is None or exact.kind == "num":
                 continue
-            value = _Evaluation(_MIN_BITS + 4 * decimal.args[1]).of(exact)
+            try:
+                value = _Evaluation(_MIN_BITS + 4 * decimal.args[1]).of(exact)
+            except _NO_VALUE:
+                continue
             if (
                 isinstance(value, mpf)
                 and mp.isfinite(value)
@@ -100,7 +105,7 @@ def _compare(pred: Node, gold: Node) -> bool | None:
                 mine.of(pred)
                 return False
             a = mine.of(pred)
-        except (Undefined, ZeroDivisionError, ValueError, OverflowError):
+        except _NO_VALUE:
             return None
         if isinstance(a, mpf) != isinstance(b, mpf):
             return None
@@ -123,7 +128,7 @@ def _compare(pred: Node, gold: Node) -> bool | None:
 def _is_number(node: Node) -> bool:
     try:
         value = _Evaluation(_MIN_BITS).of(node)
-    except (Undefined, ZeroDivisionError, ValueError, OverflowError):
+    except _NO_VALUE:
         return False
     return isinstance(value, mpf) and value != 0
 
@@ -179,7 +184,7 @@ class _Evaluation:
             return self._value(args[0]) * mp.pi / 180
         if kind == "call":
             return self._call(args[0], args[1:])
-        raise Undecided(kind)
+        raise Undefined(kind)
 
     def _sum(self, values: list[Any]) -> Any:
         total = mp.fsum(values)
@@ -232,7 +237,7 @@ class _Evaluation:
             return abs(first)
         if name in _FUNCTIONS:
             return getattr(mp, _FUNCTIONS[name])(first)
-        raise Undecided(name)
+        raise Undefined(name)
 
     def _root(self, value: Any, index: Any) -> Any:
         if index == 0:
@@ -285,7 +290,7 @@ def _fraction(value: Any) -> Fraction:
 def evaluate_all(node: Any) -> None:
     """Evaluate every formula without names in a structure, for the work of it."""
     if isinstance(node, Node) and node.kind in ("add", "mul", "div", "pow", "call"):
-        with contextlib.suppress(Undecided, Undefined, ZeroDivisionError, ValueError, OverflowError, KeyError):
+        with contextlib.suppress(Undecided, *_NO_VALUE):
             if not names(node):
                 _Evaluation(_MIN_BITS).of(node)
     elif isinstance(node, tuple):

@@ -85,7 +85,7 @@ _UNITS = re.compile(rf"[{''.join(sorted(SINGLE_UNITS))}](?:\^?[23]|/[{''.join(so
 
 _TOKEN = re.compile(
     r"(?P<num>\d++(?:\.\d+)?+(?:[eE][-+]?\d++(?![\w.]))?+|\.\d++)"
-    r"|(?P<text>\\(?:text|textbf|textit|textrm|textnormal|textsf|mathrm|mathbf|mathit|mathsf|boldsymbol|bm|vec|operatorname\*?|mbox|hbox|boxed|fbox)\s*\{)"
+    r"|(?P<text>\\(?:text|textbf|textit|textrm|textnormal|textsf|mathrm|mathbf|mathit|mathsf|boldsymbol|bm|vec|operatorname\*?|mbox|hbox|boxed|fbox|underline)\s*\{)"
     r"|(?P<cmd>\\[A-Za-z]++|\\.)"
     r"|(?P<word>[A-Za-z]++)"
     r"|(?P<sym>\*\*|<=|>=|!=|==|<>|.)",
@@ -189,7 +189,7 @@ def normalize(text: str) -> str:
 
 
 def _ungroup(text: str) -> str:
-    text = re.sub(r"\\!\s*", "", re.sub(r"(?<=\d)\\!\s*(?=\d{3}(?!\d))", "{,}", text))
+    text = re.sub(r"\\!\s*", "", re.sub(r"(?<=\d),?\\!\s*(?=\d{3}(?!\d))", "{,}", text))
     text = _GROUPED.sub(lambda m: m["head"] + re.sub(r"\D", "", m["tail"]), text)
     if "," in text:
         bracketed, spaced = text.startswith("{"), re.search(r",\s|;", text) is not None
@@ -243,7 +243,7 @@ def _read(text: str, found: list[Token], *, spaced: bool, depth: int) -> None:
             continue
         if kind == "num" and len(token) > MAX_DIGITS:
             raise Unreadable("a number that is too long")
-        if token == "\\tag" or token == "\\label":
+        if token in ("\\tag", "\\label"):
             raise Unreadable(token)
         found.append(
             Token(
@@ -257,10 +257,13 @@ def _read(text: str, found: list[Token], *, spaced: bool, depth: int) -> None:
 
 def _read_text(command: str, content: str, found: list[Token], spaced: bool, depth: int) -> None:
     words = re.findall(r"[^\W\d_]+", re.sub(r"\\[A-Za-z]+", "", content))
+    if re.fullmatch(r"\s*[ap]\.?m\.?\s*", content, re.IGNORECASE):
+        found.append(Token("text", content.strip(), spaced=True))
+        return
     if _UNITS.fullmatch(content.strip()) and found and (found[-1].kind == "num" or found[-1].text in ("}", ")")):
         found.append(Token("text", content.strip(), spaced=True))
         return
-    plain = command.startswith(("\\boxed", "\\fbox", "\\boldsymbol", "\\bm", "\\vec", "\\mathbf", "\\textbf"))
+    plain = command.startswith(("\\boxed", "\\fbox", "\\underline", "\\boldsymbol", "\\bm", "\\vec", "\\mathbf", "\\textbf"))
     if plain or all(len(word) == 1 or word in _FORMULA_WORDS for word in words):
         _read(content, found, spaced=spaced or content[:1].isspace(), depth=depth + 1)
     elif content.strip():

@@ -21,7 +21,9 @@ FACTORS = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9
 PERCENT = frozenset(("percent", "percentage", "pct"))
 SEPARATORS = frozenset(("and", "or"))
 
-_POWER_BEFORE = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3}
+_PER_HOUR = {"kph": "km", "mph": "mile"}
+_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3}
+_ENDS = frozenset([",", ";", ")", "]", "}", "\\}", "=", "<", ">", "<=", ">=", "!=", "\\approx", "\\in", "\\and", "\\or"])
 # After a number these change what is said; the answer is then no number with a unit.
 _NO_UNITS = frozenset(
     [
@@ -84,46 +86,73 @@ def unit_at(tokens: Sequence[Token], start: int) -> tuple[int, str] | None:
     The name is empty where a word is no unit known here (``35 apples``): such words are no part of the comparison.
     None where the tokens are no unit.
     """
-    parts: list[tuple[str, int]] = []
-    sign, power, known, position = 1, 1, True, start
+    unit, position = _Unit(), start
     while position < len(tokens):
         kind, text, spaced = tokens[position]
-        if kind == "text" or (kind == "word" and (len(text) > 1 or (spaced and text in SINGLE_UNITS))):
+        if kind == "text" or (kind == "word" and (len(text) > 1 or ((spaced or unit.is_divided) and text in SINGLE_UNITS))):
             if kind == "word" and text in SEPARATORS:
                 break
-            for word in text.replace("/", " per ").replace(".", " ").replace("^", " ^").replace("-", " ").split():
-                if word in ("^2", "^3", "2", "3") and parts:
-                    parts[-1] = (parts[-1][0], parts[-1][1] * int(word[-1]))
-                elif word == "per":
-                    sign = -1
-                elif word.lower() in _POWER_BEFORE and word.lower().endswith("ed") and parts:
-                    parts[-1] = (parts[-1][0], parts[-1][1] * _POWER_BEFORE[word.lower()])
-                elif word.lower() in _POWER_BEFORE:
-                    power = _POWER_BEFORE[word.lower()]
-                elif (unit := _unit(word)) is not None:
-                    parts.append((unit, sign * power))
-                    power = 1
-                elif _is_unknown_unit(word, kind, spaced, bool(parts) or not known):
-                    known = False
-                else:
-                    return None
-        elif text == "/" and (parts or not known):
-            sign = -1
-        elif text in (".", "\\cdot", "*") and parts:
-            pass
-        elif text == "^" and parts:
+            words = text.replace("/", " per ").replace(".", " ").replace("^", " ").replace("-", " ").split()
+            if not all(unit.add(word, in_text=kind == "text", spaced=spaced) for word in words):
+                return None
+        elif text == "/" and not unit.is_empty:
+            unit.add("per", in_text=False, spaced=spaced)
+        elif text == "^" and unit.parts:
             exponent, position = _exponent(tokens, position + 1)
             if exponent is None:
                 return None
-            parts[-1] = (parts[-1][0], parts[-1][1] * exponent)
-        elif text in (",", ";", ")", "]", "}", "\\}", "=", "<", ">", "<=", ">=", "!=", "\\approx", "\\in", "\\and", "\\or"):
+            unit.raise_last(exponent)
+        elif text in _ENDS:
             break
-        else:
+        elif text not in (".", "\\cdot", "*") or not unit.parts:
             return None
         position += 1
-    if position == start:
-        return None
-    return position, " ".join(f"{unit}^{power}" if power != 1 else unit for unit, power in sorted(parts)) if known else ""
+    return None if position == start else (position, unit.name)
+
+
+class _Unit:
+    """What has been read of a unit."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[str, int]] = []
+        self._known, self._sign, self._power = True, 1, 1
+
+    @property
+    def is_empty(self) -> bool:
+        return self._known and not self.parts
+
+    @property
+    def is_divided(self) -> bool:
+        return self._sign < 0
+
+    @property
+    def name(self) -> str:
+        if not self._known:
+            return ""
+        return " ".join(f"{unit}^{power}" if power != 1 else unit for unit, power in sorted(self.parts))
+
+    def raise_last(self, power: int) -> None:
+        self.parts[-1] = (self.parts[-1][0], self.parts[-1][1] * power)
+
+    def add(self, word: str, *, in_text: bool, spaced: bool) -> bool:
+        """Whether the word can be part of a unit."""
+        lower = word.lower()
+        if word in ("2", "3") and self.parts:
+            self.raise_last(int(word))
+        elif word == "per":
+            self._sign = -1
+        elif lower in ("squared", "cubed") and self.parts:
+            self.raise_last(_POWERS[lower])
+        elif lower in _POWERS:
+            self._power = _POWERS[lower]
+        elif (unit := _unit(word)) is not None:
+            self.parts += [(unit, self._sign * self._power)] if unit not in _PER_HOUR else [(_PER_HOUR[unit], 1), ("hour", -1)]
+            self._power = 1
+        elif _is_unknown_unit(word, in_text=in_text, after_blank=spaced or not self.is_empty):
+            self._known = False
+        else:
+            return False
+        return True
 
 
 def _unit(word: str) -> str | None:
@@ -133,15 +162,13 @@ def _unit(word: str) -> str | None:
     return None
 
 
-def _is_unknown_unit(word: str, kind: str, spaced: bool, after_one: bool) -> bool:
+def _is_unknown_unit(word: str, *, in_text: bool, after_blank: bool) -> bool:
     if not word.isalpha() or word.lower() in _NO_UNITS or word.lower() in FACTORS:
         return False
-    if kind == "text" or word.lower() in _SMALL:
+    if in_text or word.lower() in _SMALL:
         return True
     # A run of letters right after a number is a product; as a word after a blank it must look like one.
-    return (
-        (spaced or after_one) and len(word) >= 3 and not set("aeiouy").isdisjoint(word.lower()) and not set(word) <= set("abcxyz")
-    )
+    return after_blank and len(word) >= 3 and not set("aeiouy").isdisjoint(word.lower()) and not set(word) <= set("abcxyz")
 
 
 def _exponent(tokens: Sequence[Token], position: int) -> tuple[int | None, int]:

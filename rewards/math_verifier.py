@@ -22,14 +22,20 @@ from rewards import math_child
 from rewards.answers import clean, find_answer, last_box
 from rewards.contract import InvalidItem, Verdict
 from rewards.math_child import Found
-from rewards.math_exact import Exact, Undecided, same
-from rewards.math_grammar import Node, choice, labelled, plain_words, read
+from rewards.math_compare import Undecided, same
+from rewards.math_exact import Exact
+from rewards.math_grammar import choice, labelled, read
+from rewards.math_nodes import Node, plain_words
 from rewards.math_tokens import MAX_LENGTH, Unreadable, normalize
 from rollout.records import Outcome
 
 _INTEGER = re.compile(r"\s*(?P<sign>[+-]?)\s*(?P<digits>[0-9]++)\s*\.?\s*")
 _DIGITS = re.compile(r"[-+\N{MINUS SIGN}\d\s,.{}!\\~']*+")
-_LIMITS = {Found.TIME_LIMIT: Outcome.TIME_LIMIT, Found.MEMORY_LIMIT: Outcome.MEMORY_LIMIT}
+_WORDS = re.compile(r"\\(?:text|mbox|hbox)")
+_LIBRARY = re.compile(
+    r"\\(?:i{1,3}nt|oint|sum|prod|lim|setminus|backslash|cap|b?mod|pmod|det|operatorname|begin|Re|Im|arg|bar|overline)(?![A-Za-z])"
+)
+_LIMITS = {Found.TIME_LIMIT: Outcome.TIME_LIMIT, Found.MEMORY_LIMIT: Outcome.MEMORY_LIMIT, Found.CRASH: Outcome.CRASH}
 
 
 def math(
@@ -61,15 +67,18 @@ def math(
     outcome = Outcome.RIGHT if equal else Outcome.WRONG
     if equal is None:
         symbolic = 1.0
+        gold_is_read = _structure(gold) is not None
+        library = not gold_is_read or _structure(clean(found)) is None
         decided = math_child.compare(
             clean(found),
             gold,
-            library=_structure(clean(found)) is None or _structure(gold) is None,
+            library=library,
             decimal_digits=decimal_digits,
             timeout_s=timeout_seconds,
             memory_bytes=memory_limit_mb << 20,
         )
-        if decided is Found.GOLD:
+        # That math-verify is asked for a reference answer that our grammar reads, and can not read it, is the completion's doing.
+        if decided is Found.GOLD and not (library and gold_is_read):
             raise InvalidItem(f"the reference answer {gold!r} can not be read or evaluated as a formula")
         equal = decided is Found.EQUAL
         outcome = _LIMITS.get(decided, Outcome.RIGHT if equal else Outcome.WRONG)
@@ -87,7 +96,7 @@ def _reference(answer: Any) -> str:
     if isinstance(answer, str):
         box = last_box(answer)
         gold = clean(box if box is not None else answer.rpartition("####")[2])
-        if gold:
+        if gold.strip("$ "):
             return gold
     raise InvalidItem(
         f"the reference answer {json.dumps(answer, default=repr)[:200]} is no text or number; write it as '42', '\\\\frac{{1}}{{2}}' or 42"
@@ -105,16 +114,26 @@ def _without_symbols(found: str, gold: str, decimal_digits: int) -> bool | None:
         return letters
     mine, theirs = _structure(found), _structure(gold)
     if mine is None or theirs is None:
-        if plain_words(found) == plain_words(gold):
-            return True
-        if max(len(found), len(gold)) > MAX_LENGTH:
-            return False
-        # Only what is written as a formula is worth a second reader.
-        return None if "\\" in gold or ("\\" in found and theirs is not None and theirs.kind != "text") else False
+        return _unread(found, gold, gold_is_read=theirs is not None)
     try:
         return same(mine, theirs, Exact(decimal_digits))
     except Undecided:
         return None
+
+
+def _unread(found: str, gold: str, *, gold_is_read: bool) -> bool | None:
+    """The same where our grammar does not know one of both.
+
+    A reference answer is then words, unless it is written as a formula. Only formulas of the kinds in `_LIBRARY` are worth a second reader:
+    of other text math-verify takes the part it can read, ``5`` of ``5 \\text{ or maybe 6}``.
+    """
+    if plain_words(found) == plain_words(gold):
+        return True
+    if not gold_is_read and "\\" in gold and not _LIBRARY.search(gold) and not _WORDS.search(gold):
+        raise InvalidItem(f"the reference answer {gold[:200]!r} can not be read as a formula; words belong into \\text{{}}")
+    if max(len(found), len(gold)) > MAX_LENGTH or _WORDS.search(found) or _WORDS.search(gold):
+        return False
+    return None if _LIBRARY.search(gold) or _LIBRARY.search(found) else False
 
 
 def _choices(found: str, gold: str) -> bool | None:

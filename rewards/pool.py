@@ -198,7 +198,7 @@ class RewardPool:
                 told = score.detail if num_calls == 1 else f"{score.detail} (the last of {num_calls} calls)"
                 score = settle(replace(score, detail=told), policy.then)
             task.done = True
-            state.scores[task.part] = replace(score, time_s=spent_s)
+            state.scores[task.part] = score if num_calls == 1 else replace(score, time_s=spent_s)
             self._close(state, task.part, task.data, is_open=passes(score))
             if state.num_open == 0:
                 self._finish(state, compose(self._reward, state.judging, state.scores))
@@ -214,6 +214,7 @@ class RewardPool:
 
     def _finish(self, state: _Item, score: Score) -> None:
         with self._changed:
+            state.tasks.clear()  # they know the item: so its text is freed at once, not when cycles are looked for
             batch = state.batch
             batch.scores[state.place] = score
             batch.num_left -= 1

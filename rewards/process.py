@@ -21,6 +21,7 @@ from rewards.supervisor import KILL_S
 from rewards.worker import Setup, frame
 
 START_S = 120.0  # a process must have loaded its verifiers, and an idle one must take up its work, within this
+MAX_BYTES = 1 << 28  # of one message
 
 # Our packages are imported from where they lie before the parent's search path is taken over: in a folder that has a
 # `rewards/` of its own that path would find the wrong one. `-c` rather than multiprocessing: nothing of the parent's main
@@ -43,6 +44,10 @@ _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "CUDA_VISIBLE_DEVICES": "",
 }
+
+
+class GarbledError(Exception):
+    """What came from the process is none of the worker's messages: a verifier has written into its connection."""
 
 
 class Woken(Exception):
@@ -88,7 +93,7 @@ class WorkerProcess:
             theirs.close()  # before the first wait: the end of the process must end the connection
             try:
                 self.pid, self.batch_parts, self.async_parts = self._finish_start(setup)
-            except (EOFError, OSError) as error:
+            except (EOFError, OSError, GarbledError) as error:
                 how = self.kill(grace_s=1.0)
                 output.seek(max(0, output.seek(0, os.SEEK_END) - 2000))
                 tail = output.read().decode(errors="replace").strip()
@@ -114,9 +119,11 @@ class WorkerProcess:
     def receive(self, limit: float) -> list[list[Any]]:
         """All messages that have arrived, waiting for the first; none if ``limit`` (of ``time.monotonic``) passed before, or news came.
 
-        Raises EOFError or OSError when the process has ended, `Woken` when it is no more wanted.
+        Raises EOFError or OSError when the process has ended, `GarbledError` where that is no message, `Woken` when the process is no
+        more wanted.
         """
-        while b"\n" not in self._received:
+        data = b""
+        while b"\n" not in data:  # only what is new is looked through
             self._poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
             ready = dict(self._poll.poll(max(0.0, limit - time.monotonic()) * 1000))
             if self._news_fd in ready:
@@ -130,11 +137,16 @@ class WorkerProcess:
                 if not data:
                     raise EOFError
                 self._received += data
+                if len(self._received) > MAX_BYTES:
+                    raise GarbledError
             elif self._news_fd in ready or not ready:
                 return []
         *lines, rest = self._received.split(b"\n")
         self._received = bytearray(rest)
-        return [json.loads(line) for line in lines]
+        try:
+            return [[str(kind), *rest] for kind, *rest in map(json.loads, lines)]
+        except (ValueError, TypeError, RecursionError) as error:
+            raise GarbledError from error
 
     def kill(self, grace_s: float = 0.0) -> str:
         """Kill the process and all its descendants. Returns how it ended, such as ``was killed by SIGSEGV``.

@@ -8,14 +8,16 @@ import os
 import random
 import re
 import ssl
+from base64 import b64encode
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NoReturn
-from urllib.parse import urlsplit
+from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import httpx
 
 from rewards.contract import RewardError
+from rewards.strict_json import read_json
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.2, 10.0
 MAX_QUOTED = 300  # characters of a server's own words in a message
@@ -39,15 +41,18 @@ def shown(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-def check_url(url: Any, key: str) -> str:
-    """``url`` if it is an http address. Raises `RewardError` naming ``key``."""
+def check_url(url: Any, key: str, secret: str | None) -> str:
+    """``url`` if it is an http address, and has no login of its own where a ``secret`` is to be sent. Raises `RewardError` naming ``key``."""
     try:
         parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except (ValueError, TypeError, AttributeError):  # no text, a port that is no number, a bracket left open
+        httpx.URL(url)
+    except (ValueError, TypeError, AttributeError, httpx.InvalidURL):  # no text, a port that is no number, a bracket left open
         good = False
     if not good:
         raise RewardError(f"{key}: wants an address such as http://localhost:8080/score")
+    if secret is not None and parts.username is not None:
+        raise RewardError(f"{key}: holds a login, and a secret is named too; a request carries one of them only")
     return str(url)
 
 
@@ -70,13 +75,13 @@ async def post_json(url: str, content: Any, *, secret: str | None, max_bytes: in
     Args:
         url: where to; redirects are not followed, the secret would go with them.
         content: any JSON value.
-        secret: sent as ``Authorization: Bearer``; where the server repeats it, it is blacked out.
+        secret: sent as ``Authorization: Bearer``. Where the server repeats it, or the password of a login in ``url``, it is blacked out.
         max_bytes: largest body that is read.
         try_again: whether a status code means "later", not "no".
 
     Raises:
         Unavailable: no connection, or such a status code.
-        RemoteError: another status than 200, a body too large or not strict JSON (NaN and infinities are none).
+        RemoteError: another status than 200, a body too large or not strict JSON (`read_json`).
     """
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}  # unpacked, a small body may be endless
     if secret is not None:
@@ -90,8 +95,8 @@ async def post_json(url: str, content: Any, *, secret: str | None, max_bytes: in
             client.stream("POST", url, content=data, headers=headers) as response,
         ):
             body = await _read(response, url, max_bytes)
-            if secret is not None:
-                body = body.replace(secret.encode(), b"***")  # a server that repeats its request must not bring it into a log
+            for hidden in _secrets(url, secret):  # a server that repeats its request must not bring them into a log
+                body = body.replace(hidden.encode(), b"***")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise Unavailable(_clean(f"{shown(url)} can not be reached: {type(error).__name__}: {error}", url, secret)) from None
     if response.status_code != httpx.codes.OK:
@@ -103,8 +108,8 @@ async def post_json(url: str, content: Any, *, secret: str | None, max_bytes: in
             message += ", a redirect, which is not followed; give the address it leads to"
         raise RemoteError(message)
     try:
-        return json.loads(body, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
+        return read_json(body)
+    except ValueError as error:
         said = _clean(f"{error}: {_words(body)!r}", url, secret)
         raise RemoteError(f"{shown(url)} answered what is no JSON ({len(body)} bytes): {said}") from None
 
@@ -137,16 +142,23 @@ def _words(body: bytes) -> str:
 
 def _clean(text: str, url: str, secret: str | None) -> str:
     parts = urlsplit(url)
-    for hidden in (secret, parts.password, parts.username, parts.query):
-        if hidden and len(hidden) > 3:  # blacking out every "me" would hide the message, not the login
-            text = text.replace(hidden, "***")
+    for hidden in (*_secrets(url, secret), *_worth_hiding(parts.username, parts.query)):
+        text = text.replace(hidden, "***")
     return text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}..."
+
+
+def _secrets(url: str, secret: str | None) -> list[str]:
+    """The secret and the password of the address, as written there, as meant, and as sent."""
+    parts = urlsplit(url)
+    name, password = unquote(parts.username or ""), unquote(parts.password or "")
+    sent = b64encode(f"{name}:{password}".encode()).decode() if password else None
+    return _worth_hiding(secret, sent, parts.password, password)
+
+
+def _worth_hiding(*texts: str | None) -> list[str]:
+    return [text for text in texts if text and len(text) > 3]  # blacking out every "me" would hide the message, not the login
 
 
 def _retry_after(headers: httpx.Headers) -> float:
     value = headers.get("retry-after", "")
     return float(value) if re.fullmatch(r"\d{1,6}(\.\d+)?", value) else 0.0
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")

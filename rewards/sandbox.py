@@ -1,13 +1,14 @@
 """Run a program that may want to break out, and tell how it ended.
 
-Three rungs, the strongest first. At each the program runs as a fresh interpreter with an empty environment, limits of the kernel on
+Three rungs, the strongest first. At each the program runs as a fresh interpreter with nothing of our environment, limits of the kernel on
 time, memory, files and threads, no new privileges, and, where we are root, as a user of its own.
 
 - ``namespaces`` (bubblewrap): it sees nothing but the interpreter, the system's libraries, five devices and an empty folder in
   memory; no network, no other processes, no /proc. The system call filter of `rewards.confine` on top.
-- ``landlock``: the same filter, and Landlock: it opens no file but those of the interpreter and of its folder. It can tell whether
-  another path exists. No privilege is needed; works in ordinary containers.
-- ``rlimits``: the limits alone, with the filter where the kernel has one. It reads every file that its user may read.
+- ``landlock``: the same filter, and Landlock: it opens no file but those of the interpreter and of its folder. It can ask for the
+  size, owner and times of any path that its user may, the machine's name, and the ids of processes. No privilege is needed; works
+  in ordinary containers.
+- ``rlimits``: the filter and the limits. It reads and writes every file that its user may.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Literal
 from rewards import confine, sandbox_process
 from rewards.contract import RewardError
 from rewards.sandbox_process import Ended
-from rewards.sandbox_setup import Limits, Rung, bubblewrap
+from rewards.sandbox_setup import START_CPU_S, Limits, Rung, bubblewrap
 
 __all__ = ["Limits", "Ran", "Rung", "available", "choose", "run_python"]
 
@@ -94,7 +95,7 @@ def choose(isolation: Literal["auto", "namespaces", "landlock", "rlimits"]) -> R
                 return rung
         raise RewardError(
             f"no sandbox for programs here. namespaces: {why[Rung.NAMESPACES]}. landlock: {why[Rung.LANDLOCK]}. "
-            "isolation: rlimits runs them with limits alone: they then read every file that this user may read"
+            "isolation: rlimits runs them all the same, and they then read and write every file that their user may"
         )
     rung = Rung(isolation)
     if why[rung]:
@@ -106,8 +107,9 @@ def _why_not(rung: Rung) -> str:
     try:
         if rung is Rung.NAMESPACES:
             bubblewrap()
-        if rung is not Rung.RLIMITS and confine.missing():
-            return confine.missing()
+        missing = confine.missing() if rung is Rung.LANDLOCK else confine.missing_filter()
+        if missing:
+            return missing
         ran = run_python(_PROBE, limits=_PROBE_LIMITS, rung=rung)
     except RewardError as error:
         wants_namespaces = rung is Rung.NAMESPACES and "bwrap:" in str(error)
@@ -122,13 +124,15 @@ def _why_not(rung: Rung) -> str:
 def _judge(ended: Ended, rung: Rung, limits: Limits) -> Ran:
     code = os.waitstatus_to_exitcode(ended.status)
     if rung is Rung.NAMESPACES and code > 128:
-        code = 128 - code  # bubblewrap's way of telling the signal
+        code = 128 - code  # the way in which process 1 there tells a signal
     name = signal.Signals(-code).name if code < 0 and -code in set(signal.Signals) else None
     outcome: Literal["exited", "time_limit", "memory_limit", "output_limit", "crash"] = "exited"
     if ended.killed:
         outcome = "time_limit" if ended.killed == "time" else "output_limit"
-    elif name == "SIGKILL":  # not ours: the limit on CPU time, else the kernel was short of memory
-        outcome = "time_limit" if ended.cpu_s >= limits.cpu_s else "memory_limit"
+    elif ended.cpu_s > limits.cpu_s + START_CPU_S:
+        outcome = "time_limit"
+    elif name == "SIGKILL":  # not ours, nor the limit on CPU time: the kernel was short of memory
+        outcome = "memory_limit"
     elif name is not None:
         outcome = "crash"
     elif code == 1 and ended.stderr.rsplit(b"\n", 2)[-2:] in ([b"MemoryError", b""],):

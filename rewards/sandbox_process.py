@@ -36,6 +36,7 @@ from rewards.sandbox_setup import (
 START_S = 30.0  # a process must be confined within this; the program's own time starts then
 KILL_S = 30.0  # a killed process must be gone within this
 LOOK_S = 0.2  # how often the files in a sample's folder are counted
+_LOOKS = 20  # in a row, while folders go away under them
 _CHUNK = 1 << 16
 
 
@@ -78,7 +79,8 @@ def run(rung: Rung, limits: Limits, files: Mapping[str, bytes], args: Sequence[s
                 **_identity(rung, uid),
             )
         stack.callback(_discard, process)
-        sample = _Sample(process, rung, limits, folder, result, uid)
+        room = (limits.num_files + len(files), limits.file_bytes + sum(map(len, files.values())))
+        sample = _Sample(process, result, rung, limits, folder, room)
         stack.callback(sample.end)
         settings = payload(rung, limits, files, args, folder=folder, uid=uid, pid=process.pid, given=given)
         sample.exchange([stdin, settings])
@@ -109,12 +111,18 @@ def _discard(process: subprocess.Popen[bytes]) -> None:
 
 class _Sample:
     def __init__(
-        self, process: subprocess.Popen[bytes], rung: Rung, limits: Limits, folder: str, result: int, uid: int | None
+        self,
+        process: subprocess.Popen[bytes],
+        result: int,
+        rung: Rung,
+        limits: Limits,
+        folder: str,
+        room: tuple[int, int],  # files and bytes in the folder
     ) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
-        self._process, self._rung, self._limits, self._folder, self._uid = process, rung, limits, folder, uid
+        self._process, self._rung, self._limits, self._folder, self._room = process, rung, limits, folder, room
         self._ended, self._reaped = Ended(), False
         self._stdin = process.stdin
         self._outputs = {
@@ -158,7 +166,7 @@ class _Sample:
                 break
             if look is not None and now >= look:
                 look = now + LOOK_S
-                if too_much(self._inside(), self._limits):
+                if self._too_much():
                     self._ended.killed = "files"
                     break
 
@@ -218,10 +226,15 @@ class _Sample:
             return False
         return True
 
+    def _too_much(self) -> bool:
+        if self._rung is Rung.NAMESPACES:  # what is removed and still open counts there, by the size of its file system
+            return too_much(self._inside(), *self._room)
+        max_files, max_bytes = self._room
+        hidden = unlinked_bytes(self._process.pid, self._folder, self._limits.file_bytes)
+        return hidden > max_bytes or too_much(self._folder, max_files, max_bytes - hidden)
+
     def _inside(self) -> str:
-        """The sample's folder as we see it."""
-        if self._rung is not Rung.NAMESPACES:
-            return self._folder
+        """The folder of a sample in a namespace as we see it."""
         children = _children(self._process.pid)
         return f"/proc/{children[0]}/root{INSIDE}" if children else "/nowhere"
 
@@ -231,34 +244,15 @@ class _Sample:
         exited = select.poll()
         exited.register(self._exit, select.POLLIN)
         while not exited.poll(0):
-            # In a namespace the process below it is process 1: everything there dies with it, and then bubblewrap ends.
-            children = _children(self._process.pid) if self._rung is Rung.NAMESPACES else []
-            with contextlib.suppress(ProcessLookupError):
-                for pid in children or [self._process.pid]:
-                    os.kill(pid, signal.SIGKILL)
+            # Below bubblewrap is process 1 of the namespace: everything there dies with it, and then bubblewrap ends.
+            below = _children(self._process.pid) if self._rung is Rung.NAMESPACES else []
+            for pid in below:
+                _kill_child(pid, self._process.pid)
+            if not below:
+                os.kill(self._process.pid, signal.SIGKILL)  # not waited for: the id is still its own
             if time.monotonic() > limit:
                 raise RewardError(f"the sandboxed process {self._process.pid} does not end {KILL_S:g} s after SIGKILL")
             exited.poll(10)
-        if self._rung is Rung.RLIMITS:
-            self._kill_strays(limit)
-
-    def _kill_strays(self, limit: float) -> None:
-        """Where the system call filter may be missing: what a program started, found by its user, else by its session."""
-        while time.monotonic() < limit:
-            strays = [p for p in psutil.process_iter() if p.pid != self._process.pid and self._belongs(p)]
-            if not strays:
-                return
-            for process in strays:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            time.sleep(0.005)
-
-    def _belongs(self, process: psutil.Process) -> bool:
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-            if process.status() == psutil.STATUS_ZOMBIE:
-                return False
-            return process.uids().real == self._uid if self._uid is not None else os.getsid(process.pid) == self._process.pid
-        return False
 
 
 def _children(pid: int) -> list[int]:
@@ -271,25 +265,79 @@ def _children(pid: int) -> list[int]:
         return []
 
 
-def too_much(folder: str, limits: Limits) -> bool:
-    """Whether there are more files or bytes in ``folder`` than allowed. What can not be looked into counts as too much."""
+def _kill_child(pid: int, parent: int) -> None:
+    """Kill a child of ``parent``, and by no means another process that has taken its id meanwhile."""
+    with contextlib.suppress(ProcessLookupError):
+        fd = os.pidfd_open(pid)
+        try:
+            if pid in _children(parent):
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+        finally:
+            os.close(fd)
+
+
+def too_much(folder: str, max_files: int, max_bytes: int) -> bool:
+    """Whether ``folder`` holds more files and folders, or its files more bytes. What can not be looked into counts as too much.
+
+    So does a folder below that is gone whenever we come to it: one whose name is changed all the time would hide what it holds.
+    """
+    for _ in range(_LOOKS):
+        found = _measure(folder, max_files, max_bytes)
+        if found is not None:
+            return found
+    return True
+
+
+def _measure(folder: str, max_files: int, max_bytes: int) -> bool | None:
+    """One look; None where a folder went away meanwhile."""
     num_files, num_bytes, folders = 0, 0, [folder]
+    gone = False
     while folders:
         place = folders.pop()
         try:
             with os.scandir(place) as entries:
                 for entry in entries:
                     num_files += 1
-                    num_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
-                    if num_files > limits.num_files or num_bytes > limits.file_bytes:
-                        return True
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
-        except FileNotFoundError:  # it changes while we look
-            continue
+                    else:
+                        with contextlib.suppress(FileNotFoundError):
+                            found = entry.stat(follow_symlinks=False)
+                            num_bytes += min(found.st_size, found.st_blocks * 512)  # it may have holes
+                    if num_files > max_files or num_bytes > max_bytes:
+                        return True
+        except FileNotFoundError:
+            gone = gone or place != folder  # the whole is gone where the process has ended
         except OSError:
             return True
-    return False
+    return None if gone else False
+
+
+def unlinked_bytes(pid: int, folder: str, max_bytes: int) -> int:
+    """The bytes of files that a process keeps open after it has removed them from ``folder``.
+
+    One that is mapped and no longer open counts as ``max_bytes``: its size is not to be had. Nothing is seen, and 0 returned, where
+    we may not look into a process of another user, as the root of a container without the right to trace: there such files are
+    bounded by the sample's time alone.
+    """
+    num_bytes, seen = 0, set()
+    folder = os.path.realpath(folder)
+    try:
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                found = os.stat(f"/proc/{pid}/fd/{fd}")
+                if found.st_nlink == 0 and stat.S_ISREG(found.st_mode) and found.st_ino not in seen:
+                    seen.add(found.st_ino)
+                    num_bytes += min(found.st_size, found.st_blocks * 512)
+        with open(f"/proc/{pid}/maps") as maps:
+            for line in maps:
+                _, _, _, _, inode, *path = line.split(maxsplit=5)
+                if path and path[0].startswith(folder) and path[0].endswith(" (deleted)\n") and int(inode) not in seen:
+                    seen.add(int(inode))
+                    num_bytes += max_bytes
+    except (PermissionError, FileNotFoundError, ProcessLookupError):
+        return num_bytes
+    return num_bytes
 
 
 def remove_tree(folder: str) -> None:

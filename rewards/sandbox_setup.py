@@ -6,6 +6,7 @@ import functools
 import marshal
 import math
 import os
+import resource
 import shutil
 import stat
 import sys
@@ -21,13 +22,17 @@ from typing import Any
 from rewards import confine, launcher
 from rewards.contract import RewardError
 
-INSIDE = "/tmp"  # the only place to write in a namespace
+INSIDE = "/sample"  # the only place to write in a namespace
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+# Else the C library reserves 64 MB of address space for each thread, and a sample's would be gone after a dozen.
+ENVIRONMENT |= {"MALLOC_ARENA_MAX": "1"}
 MAX_THREADS = 64
 SHARED_THREADS = 1024  # where a sample runs as our own user: on top of what this user has running
 STACK_BYTES = 256 * 2**20
-START_CPU_S = 0.05  # of CPU time goes by before the program starts
-_FIRST_UID, _MAX_PID = 2_000_000_000, 2**22  # no system hands out user ids between 1879048192 and 2147483647
+START_CPU_S = 0.1  # of CPU time may go by before the program starts
+# User ids that no system hands out: from 1879048192 on, as many as there can be threads; in a container with 65536 users,
+# those above ordinary users and below the ones for services.
+_FREE_UIDS = ((2_000_000_000, 2**22), (20_000, 40_000))
 _CAP_SYS_ADMIN = 21
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
@@ -62,11 +67,11 @@ class Rung(StrEnum):
 class Limits:
     """What one program may use."""
 
-    cpu_s: float  # the kernel counts whole seconds: at least this, and at most a second more
+    cpu_s: float  # more is over the limit; the kernel, which counts coarsely, kills somewhat later
     wall_s: float  # from the moment the program starts
     memory_bytes: int  # address space, the interpreter included (about 30 MB)
     output_bytes: int  # each of stdout, stderr and the result
-    file_bytes: int  # a file, and all files in its folder together
+    file_bytes: int  # a file, and all files in its folder together, those removed and still open as well
     num_files: int  # open at once, and in its folder
 
 
@@ -76,19 +81,8 @@ def command(rung: Rung, limits: Limits) -> list[str]:
     python = [os.path.realpath(sys.executable), "-P", "-s", "-S", "-B", "-c", _BOOT]
     if rung is not Rung.NAMESPACES:
         return python
-    wrapped = [bubblewrap(), "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
-    if not mounts_itself():
-        wrapped.append("--unshare-user")
-    # As process 1 itself: bubblewrap's own would outlive what we wait for, and be left to whoever adopts orphans.
-    wrapped += ["--as-pid-1", "--die-with-parent", "--new-session"]
-    paths = confine.interpreter_paths()
-    # Else bubblewrap makes the folders on the way as private as /root is outside.
-    for parent in dict.fromkeys(str(parent) for path in paths for parent in [*Path(path).parents][-2::-1]):
-        wrapped += ["--perms", "0755", "--dir", parent]
-    for path in paths:
-        wrapped += ["--ro-bind", path, path]
-    for path in _DEVICES:
-        wrapped += ["--dev-bind-try", path, path]
+    # Process 1 is ours: bubblewrap's own would outlive what we wait for, and be left to whoever adopts orphans.
+    wrapped = [bubblewrap(), "--as-pid-1", "--die-with-parent", "--new-session", *_namespaces()]
     # No /proc: nothing here needs it, and in many containers it can not be mounted.
     size = str(limits.file_bytes + 2**20)
     return [*wrapped, "--size", size, "--tmpfs", INSIDE, "--remount-ro", "/", "--chdir", INSIDE, "--", *python]
@@ -114,17 +108,37 @@ def payload(
         "prefix": sys.base_prefix,
         "folder": folder,
         "uid": uid if rung is not Rung.NAMESPACES or mounts_itself() else None,
-        "parent": None if rung is Rung.NAMESPACES else os.getpid(),  # bubblewrap ties it to us
+        "guard": rung is Rung.NAMESPACES,
+        "parent": None if rung is Rung.NAMESPACES else os.getpid(),
         "landlock": confine.landlock((), (folder,), sockets=False) if rung is Rung.LANDLOCK else None,
         "landlock_flags": confine.landlock_flags(),
         "limits": _rlimits(limits, distinct_user=uid is not None),
-        "seccomp": confine.seccomp_filter(1 if rung is Rung.NAMESPACES else pid),
-        "seccomp_needed": rung is not Rung.RLIMITS,
+        "seccomp": confine.seccomp_filter(
+            2 if rung is Rung.NAMESPACES else pid, modes=rung is Rung.NAMESPACES or uid is not None
+        ),
         "files": list(files.items()),
         "args": list(args),
     }
     content = marshal.dumps((_launcher_code(), settings))
     return len(content).to_bytes(8, "little") + content
+
+
+@functools.cache
+def _namespaces() -> list[str]:
+    """Bubblewrap's arguments that are always the same: the namespaces, and what is seen there."""
+    arguments = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    arguments += ["--hostname", "sample"]
+    if not mounts_itself():
+        arguments += ["--unshare-user", "--cap-drop", "ALL"]
+    paths = confine.interpreter_paths()
+    # Else bubblewrap makes the folders on the way as private as /root is outside.
+    for parent in dict.fromkeys(str(parent) for path in paths for parent in [*Path(path).parents][-2::-1]):
+        arguments += ["--perms", "0755", "--dir", parent]
+    for path in paths:
+        arguments += ["--ro-bind", path, path]
+    for path in _DEVICES:
+        arguments += ["--dev-bind-try", path, path]
+    return arguments
 
 
 def bubblewrap() -> str:
@@ -136,22 +150,33 @@ def bubblewrap() -> str:
 
 @functools.cache
 def mounts_itself() -> bool:
-    """Whether we are root with the right to mount: then no user namespace is needed, and a sample gets a user id of its own."""
+    """Whether we are root with the right to mount: then no user namespace is needed."""
     lines = Path("/proc/self/status").read_text().splitlines()
     effective = next(int(line.split()[1], 16) for line in lines if line.startswith("CapEff:"))
-    return os.geteuid() == 0 and bool(effective >> _CAP_SYS_ADMIN & 1)
+    return _free_uids() is not None and bool(effective >> _CAP_SYS_ADMIN & 1)
 
 
 def own_uid() -> int | None:
-    """As root, a user id that no other sample has now: a thread runs one at a time, and its id is unique on this machine."""
+    """As root, a user id that no other sample has now: a thread runs one at a time, and its id is unique on this machine.
+
+    None where a sample runs as our own user: without root, or as the root of a container that knows too few users.
+    """
+    free = _free_uids()
+    return None if free is None else free[0] + threading.get_native_id() % free[1]
+
+
+@functools.cache
+def _free_uids() -> tuple[int, int] | None:
+    """The first of the user ids for samples, and how many there are."""
     if os.geteuid() != 0:
         return None
-    thread = threading.get_native_id()
     spans = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
-    if any(first <= _FIRST_UID and first + count >= _FIRST_UID + _MAX_PID for first, _, count in spans):
-        return _FIRST_UID + thread
-    first, _, count = max(spans, key=lambda span: span[2])  # a container that knows few users: the upper half of them
-    return first + count // 2 + thread % max(count // 2, 1)
+    known = [
+        (begin, count)
+        for begin, count in _FREE_UIDS
+        if any(first <= begin and begin + count <= first + size for first, _, size in spans)
+    ]
+    return known[0] if known else None
 
 
 def open_to_all(path: str | Path) -> bool:
@@ -173,16 +198,24 @@ def _launcher_code() -> Any:
     return compile(Path(launcher.__file__).read_bytes(), "launcher", "exec", optimize=2)
 
 
-def _rlimits(limits: Limits, *, distinct_user: bool) -> list[tuple[str, int]]:
-    return [
-        ("RLIMIT_CPU", max(1, math.ceil(limits.cpu_s + START_CPU_S))),
-        ("RLIMIT_AS", limits.memory_bytes),
-        ("RLIMIT_FSIZE", limits.file_bytes),
-        ("RLIMIT_NOFILE", limits.num_files + 8),
-        ("RLIMIT_NPROC", MAX_THREADS if distinct_user else _num_threads(int(time.monotonic())) + SHARED_THREADS),
-        ("RLIMIT_CORE", 0),
-        ("RLIMIT_STACK", min(limits.memory_bytes, STACK_BYTES)),
-    ]
+def _rlimits(limits: Limits, *, distinct_user: bool) -> list[tuple[int, int, int]]:
+    """Number, soft and hard limit, none above what we may have ourselves."""
+    wanted = {
+        resource.RLIMIT_CPU: math.ceil(1.25 * limits.cpu_s + 1),  # its clock ticks: seen a tenth ahead of the true time
+        resource.RLIMIT_AS: limits.memory_bytes,
+        resource.RLIMIT_FSIZE: limits.file_bytes,
+        resource.RLIMIT_NOFILE: limits.num_files + 8,
+        resource.RLIMIT_NPROC: MAX_THREADS if distinct_user else _num_threads(int(time.monotonic())) + SHARED_THREADS,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_STACK: min(limits.memory_bytes, STACK_BYTES),
+    }
+    result = []
+    for which, limit in wanted.items():
+        hard = resource.getrlimit(which)[1] % 2**64  # unlimited is -1, the largest number
+        soft = min(limit, hard)
+        # Programs for deep recursion ask for an unlimited stack; the address space bounds it.
+        result.append((which, soft, hard if which == resource.RLIMIT_STACK else soft))
+    return result
 
 
 @functools.lru_cache(maxsize=1)

@@ -24,14 +24,16 @@ from typing import Any
 
 import uvicorn
 from fastapi import Depends, FastAPI, Request, Response
-from pydantic import BaseModel, ConfigDict, InstanceOf, ValidationError
+from pydantic import BaseModel, ConfigDict, InstanceOf, NonNegativeInt, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from configs.schema import RewardConfig, ServeConfig
 from rewards.contract import RewardError, RewardItem
 from rewards.http_verifier import PROTOCOL
 from rewards.pool import RewardPool
 from rewards.remote import read_secret
+from rewards.strict_json import read_json
 from rollout.records import Score, Status
 
 BODY_S = 30.0  # a request's body must have come within this
@@ -48,7 +50,7 @@ class Item(BaseModel):
     answer: Any
     prompt: InstanceOf[str] = ""
     prompt_id: InstanceOf[str] = ""
-    num_tokens: int | None = None
+    num_tokens: NonNegativeInt | None = None
     source: str | None = None
     part: str | None = None
     options: dict[str, Any] = {}
@@ -78,6 +80,7 @@ def serve(reward: RewardConfig, settings: ServeConfig) -> int:
         config = uvicorn.Config(
             make_app(pool, list(reward.parts), token, settings, address),
             log_level="warning",
+            http="h11",  # bounds what comes before a body, which httptools collects without end, of clients without the token too
             access_log=False,
             ws="none",
             timeout_graceful_shutdown=GRACE_S,
@@ -162,6 +165,8 @@ class _Door:
                     body += chunk
                     if len(body) > self._max_bytes:
                         raise HTTPException(413, f"the body is larger than {self._max_bytes} bytes; send fewer items at once")
+        except ClientDisconnect as error:  # nobody reads the answer, but the log would hold a traceback
+            raise HTTPException(400, "the client has gone") from error
         except TimeoutError as error:
             raise HTTPException(408, f"the body had not come after {BODY_S:g} s") from error
         return bytes(body)
@@ -169,12 +174,12 @@ class _Door:
 
 def _read_items(body: bytes) -> list[RewardItem]:
     try:
-        batch = Batch.model_validate(json.loads(body))
+        batch = Batch.model_validate(read_json(body))
     except ValidationError as error:
         told = [f"{_place(one['loc'])}: {one['msg']}" for one in error.errors(include_input=False, include_url=False)]
         more = f"; {len(told) - MAX_ERRORS} more" if len(told) > MAX_ERRORS else ""
         raise HTTPException(400, "; ".join(told[:MAX_ERRORS]) + more) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise HTTPException(400, f"the body is no JSON: {error}") from error
     return [RewardItem(**dict(item)) for item in batch.items]
 
@@ -218,6 +223,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen()  # before the address is told: who asks at once waits until the server takes over
     except OSError as error:
         reason = error.strerror or str(error)
         raise RewardError(

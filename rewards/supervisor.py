@@ -19,11 +19,13 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Set
 from typing import NoReturn
 
 KILL_S = 5.0  # given to processes in the kernel's hands to die
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _WATCHED = {signal.SIGCHLD, signal.SIGTERM}
+_KNOWS_CHILDREN = os.path.exists(f"/proc/self/task/{os.getpid()}/children")  # a kernel may be built without it
 
 
 def supervise(parent_pid: int, connection_fd: int) -> None:
@@ -49,13 +51,14 @@ def _watch(worker: int) -> int:
     status, some_left = None, True
     while status is None and signal.sigwait(_WATCHED) != signal.SIGTERM:
         status, some_left = _reap(worker)
-    deadline = time.monotonic() + KILL_S
+    deadline, held = time.monotonic() + KILL_S, set[int]()
     while some_left and time.monotonic() < deadline:
-        # A killed child's own children become ours and are found in the next round.
-        for pid in _children():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.0005)
+        # All are stopped before the first is killed: what starts others faster than they are killed would never end.
+        known, held = held, _stop_all(held)
+        if held <= known or time.monotonic() > deadline - KILL_S / 2:
+            for pid in held:
+                _signal(pid, signal.SIGKILL)
+            time.sleep(0.0005)
         ended, some_left = _reap(worker)
         status = ended if status is None else status
     return signal.SIGKILL if status is None else status
@@ -74,12 +77,33 @@ def _reap(worker: int) -> tuple[int | None, bool]:
         status = ended if pid == worker else status
 
 
-def _children() -> list[int]:
-    try:
-        with open(f"/proc/self/task/{os.getpid()}/children") as file:
-            return [int(pid) for pid in file.read().split()]
-    except FileNotFoundError:  # the kernel was built without it
-        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent_of(pid) == os.getpid()]
+def _stop_all(stopped: Set[int]) -> set[int]:
+    """All that is below us. Those that are not among the ``stopped`` are stopped, each before its own children are looked for."""
+    found: set[int] = set()
+    left = [os.getpid()]
+    while left:
+        for pid in _children(left.pop()):
+            if pid not in stopped:
+                _signal(pid, signal.SIGSTOP)
+            found.add(pid)
+            left.append(pid)
+    return found
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended; or it became another user
+        os.kill(pid, number)
+
+
+def _children(parent: int) -> list[int]:
+    if not _KNOWS_CHILDREN:
+        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent_of(pid) == parent]
+    children: list[int] = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        for thread in os.listdir(f"/proc/{parent}/task"):
+            with open(f"/proc/{parent}/task/{thread}/children") as file:
+                children += map(int, file.read().split())
+    return children
 
 
 def _parent_of(pid: int) -> int | None:

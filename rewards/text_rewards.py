@@ -34,13 +34,14 @@ def format_reward(
     ``pattern`` replaces the grammar by a regular expression (of the library regex) that must match the completion as a whole,
     without what the prompt has opened. A search that takes longer than ``pattern_timeout_s`` is value 0, outcome ``time_limit``.
 
-    Raises `RewardError` for a pattern that is no regular expression.
+    Raises `RewardError` for a pattern that is no regular expression, and for a time of 0 or below, or above an hour.
     """
     if pattern is None:
         blocks = read_blocks(completion, prompt, _THINK_ANSWER if grammar == "think_answer" else _RLCR)
         blank = [] if blocks is None else [tag for tag, content in blocks.items() if not content.strip()]
         well_formed = blocks is not None and (not blank or (allow_empty_reasoning and blank == ["think"]))
     else:
+        _check_timeout(pattern_timeout_s)
         try:
             well_formed = _compiled(pattern).fullmatch(completion, timeout=pattern_timeout_s) is not None
         except TimeoutError:  # how long a search takes is the completion's doing
@@ -55,7 +56,13 @@ def _compiled(pattern: str) -> Any:
         raise RewardError(f"pattern: {pattern!r} is no regular expression: {error}") from error
 
 
-def _prepare_format(*, pattern: str | None, **_: Any) -> None:
+def _check_timeout(seconds: float) -> None:
+    if not 0 < seconds <= 3600:  # regex takes what is negative for no limit, and what is huge for none left
+        raise RewardError(f"pattern_timeout_s={seconds}: wants seconds above 0 and at most 3600")
+
+
+def _prepare_format(*, pattern: str | None, pattern_timeout_s: float, **_: Any) -> None:
+    _check_timeout(pattern_timeout_s)
     if pattern is not None:
         _compiled(pattern)
 
@@ -130,14 +137,16 @@ def overlong(num_tokens: int | None, *, limit: int, buffer: int, factor: float =
     min(0, -(n - (limit - buffer)) / buffer * factor), DAPO (arXiv 2503.14476). ``limit`` is ``rollout.max_new_tokens``; a
     completion beyond it pays on along the same line. Needs the item's ``num_tokens`` and abstains without.
     """
-    _check_overlong(limit=limit, buffer=buffer)
+    _check_overlong(limit=limit, buffer=buffer, factor=factor)
     excess = _counted(num_tokens, "overlong") - (limit - buffer)
     return Verdict(min(0.0, -excess / buffer * factor), outcome=Outcome.NONE)
 
 
-def _check_overlong(*, limit: int, buffer: int, **_: Any) -> None:
+def _check_overlong(*, limit: int, buffer: int, factor: float) -> None:
     if not 1 <= buffer <= limit:
         raise RewardError(f"buffer={buffer}: overlong needs 1 <= buffer <= limit, and limit={limit}")
+    if factor < 0:
+        raise RewardError(f"factor={factor} would reward length, but overlong never pays more than 0; 1.0 works")
 
 
 overlong.prepare = _check_overlong  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
 """One verifier process: what runs on the far side of `rewards.process.WorkerProcess`.
 
-It speaks over one socket. In come frames: 4 bytes of length, then a pickle; first the `Setup`, then lists of calls
+It speaks over one socket. In come frames: 8 bytes of length, then a pickle; first the `Setup`, then lists of calls
 ``(number, part, pickled options, pickled items)``. Out go JSON lines, which the parent can read without trusting whatever ran here:
 
     ["ready", pid, batch, async]    the verifiers are loaded; the names of the parts that are batch verifiers, and async ones; or
@@ -38,7 +38,7 @@ from rewards.verifiers import load_verifier
 from rollout.records import Consequence, Outcome, Score, Status
 from rollout.stack_signal import listen
 
-_HEADER = struct.Struct("<I")
+_HEADER = struct.Struct("<Q")
 _SCORE = attrgetter(*(field.name for field in fields(Score)))
 
 Call = tuple[int, str, bytes, Sequence[bytes]]
@@ -59,10 +59,25 @@ def frame(content: Any) -> bytes:
 
 
 def read_score(values: Sequence[Any]) -> Score:
-    """One score of a ``done`` message."""
+    """One score of a ``done`` message. Raises TypeError or ValueError for what `judge` never says: the parent counts with these."""
     status, outcome, value, accuracy, parts, extracted, time_s, detail, measures, consequence = values
-    kinds = Status(status), Outcome(outcome), Consequence(consequence)
-    return Score(kinds[0], kinds[1], value, accuracy, parts, extracted, time_s, detail, measures, kinds[2])
+    score = Score(
+        Status(status), Outcome(outcome), value, accuracy, parts, extracted, time_s, detail, measures, Consequence(consequence)
+    )
+    numbers, texts = [time_s], [detail] if extracted is None else [detail, extracted]
+    if score.status is Status.OK:
+        numbers += [value, accuracy]
+    elif (value, accuracy) != (None, None):
+        raise ValueError("a value without a verdict")
+    if (
+        (parts, score.consequence) != ({}, Consequence.NONE)
+        or not isinstance(measures, dict)
+        or not all(isinstance(text, str) for text in texts)
+    ):
+        raise TypeError("not the fields of a score")
+    if not all(isinstance(number, float) and math.isfinite(number) for number in (*numbers, *measures.values())):
+        raise TypeError("not a finite number")
+    return score
 
 
 def main(connection_fd: int) -> None:

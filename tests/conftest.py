@@ -5,8 +5,6 @@ import os
 
 import pytest
 
-from rewards.sandbox import Rung, available
-
 for name, value in {
     "OMP_NUM_THREADS": "1",  # two cores are shared by engine, learner and driver; libgomp's barriers spin
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -20,6 +18,8 @@ for name, value in {
 @pytest.fixture(params=["namespaces", "landlock"])
 def rung(request):
     """A sandbox's tests run at each rung that protects; a rung that this machine lacks is not passed over in silence."""
+    from rewards.sandbox import Rung, available  # here: it imports numpy, whose threads the lines above bound
+
     reason = available()[Rung(request.param)]
     if reason:
         message = f"the sandbox '{request.param}' is not tested here: {reason}"

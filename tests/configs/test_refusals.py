@@ -48,6 +48,14 @@ CASES: dict[int, tuple[list[str], list[list[str]]]] = {
     15: (["algorithm.adaptive_entropy.target=0.3", "algorithm.entropy_beta=0.02"], [["algorithm.entropy_beta=0"]]),
     16: (["advantage=gdpo", "algorithm.kl.place=reward"], [["algorithm.kl.place=loss"], ["advantage=grpo"]]),
     17: (["advantage=gdpo", "reward.combine=min"], [["reward.combine=sum"], ["advantage=grpo"]]),
+    18: (
+        ["advantage=gdpo", "reward.clip_max=1"],
+        [
+            ["reward.clip_min=null", "reward.clip_max=null"],
+            ["reward.clip_max=null", "reward.parts.exact_integer.clip_max=1"],
+            ["advantage=grpo"],
+        ],
+    ),
 }
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import io
-import re
 import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -17,7 +15,6 @@ from rich.console import Console
 from orchestrator.doctor import (
     FAIL,
     OK,
-    RUNGS,
     WARN,
     Finding,
     _can_bind,
@@ -28,13 +25,10 @@ from orchestrator.doctor import (
     check_ports,
     check_python,
     check_versions,
-    landlock,
-    namespaces,
     node_address,
-    rlimits,
-    seccomp,
     show,
 )
+from rewards.sandbox import Rung, available
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -161,48 +155,15 @@ def test_a_real_port_in_use_is_seen(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_isolation_names_the_rung_that_remains():
-    everything = {rung: lambda: "here" for rung in RUNGS}
-    assert {finding.state for finding in check_isolation(everything)} == {OK}
-    found = by_name(check_isolation(everything | {"namespaces": lambda: None, "landlock": lambda: "ABI 3"}))
+    assert {finding.state for finding in check_isolation({"namespaces": "", "landlock": ""})} == {OK}
+    found = by_name(check_isolation({"namespaces": "not allowed: sysctl", "landlock": "", "rlimits": ""}))
     missing = found["isolation: namespaces"]
-    assert (missing.state, missing.text) == (WARN, "none; the strongest that remains is landlock (ABI 3)")
-    assert "unprivileged_userns_clone" in missing.fix
+    assert (missing.state, missing.text, missing.fix) == (
+        WARN,
+        "none; the strongest that remains is landlock",
+        "not allowed: sysctl",
+    )
     assert found["isolation: landlock"].state == OK
-    nothing = check_isolation({rung: lambda: None for rung in RUNGS})
-    assert {(finding.state, finding.text) for finding in nothing} == {(WARN, "none; the strongest that remains is nothing")}
-
-
-def test_each_rung_both_ways():
-    asked: list[str] = []
-
-    def only(name: str):
-        def run(command: list[str]) -> str | None:
-            asked.append(command[0])
-            return "" if command[0] == name else None
-
-        return run
-
-    assert namespaces(only("unshare")) == "user, network, mount (unshare)"
-    assert namespaces(only("bwrap")) == "user, network, mount (bwrap)"
-    assert namespaces(only("neither")) is None
-    assert asked == ["unshare", "unshare", "bwrap", "unshare", "bwrap"]
-    assert (landlock(lambda *call: 4), landlock(lambda *call: -1)) == ("ABI 4", None)
-    assert [seccomp(lambda *call, mode=mode: mode) for mode in (0, 2, -1)] == [
-        "available",
-        "available, this process is filtered already",
-        None,
-    ]
-    assert rlimits(lambda command: None) is None
-    assert rlimits() == "address space can be limited"  # for real
-
-
-def test_the_kernel_is_asked_as_it_expects():
-    """The real calls, against what the kernel tells elsewhere."""
-    modules = Path("/sys/kernel/security/lsm")
-    if modules.is_file() and "landlock" not in modules.read_text():
-        assert landlock() is None
-    else:
-        assert landlock() is None or re.fullmatch(r"ABI [1-9]\d*", str(landlock()))
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    mode = int(status["Seccomp"]) if "Seccomp" in status else -1
-    assert seccomp() == seccomp(lambda *call: mode)
+    (nothing,) = check_isolation({"rlimits": "no"})
+    assert (nothing.state, nothing.text) == (WARN, "none; the strongest that remains is nothing")
+    assert set(by_name(check_isolation(available()))) == {f"isolation: {rung}" for rung in Rung}  # for real

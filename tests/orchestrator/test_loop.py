@@ -31,7 +31,7 @@ SETTINGS = LoopSettings(
     max_token_lag=None,
     max_failed_share=0.5,
     num_steps=5,
-    verifier_s=1.0,
+    verifiers_s=float,
     deadlines=DeadlinesConfig(),
 )
 
@@ -331,6 +331,31 @@ async def test_a_silent_engine_meets_the_deadline():
     deadlines = DeadlinesConfig(generate_s=0.2)
     with pytest.raises(DeadlinePassed, match="rollout workers did not finish 'a finished group for step 1' within"):
         await world.make(replace(SETTINGS, deadlines=deadlines)).run()
+
+
+async def test_slow_verifiers_have_their_own_deadline_not_the_engines():
+    world = World()
+    quick = world.score
+
+    async def slow(finished):
+        await asyncio.sleep(0.6)
+        return await quick(finished)
+
+    world.score = slow
+    loop = world.make(replace(SETTINGS, num_steps=1, deadlines=DeadlinesConfig(generate_s=0.2)))
+    assert await loop.run() == "done"
+
+
+async def test_verifiers_that_pass_their_deadline_are_named():
+    world = World()
+
+    async def hang(finished):
+        await asyncio.sleep(60)
+
+    world.score = hang
+    deadlines = DeadlinesConfig(generate_s=0.1, score_s=0.1)
+    with pytest.raises(DeadlinePassed, match="reward pool did not finish 'scores' within"):
+        await world.make(replace(SETTINGS, verifiers_s=lambda num: 0.01 * num, deadlines=deadlines)).run()
 
 
 async def test_an_engine_that_raises_ends_the_run_with_its_own_words():

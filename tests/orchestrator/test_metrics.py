@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from statistics import fmean
 
 import numpy as np
 import pytest
 
 from orchestrator.console import printable
-from orchestrator.evaluation import choose_prompts, summarize
+from orchestrator.errors import RunStopped
+from orchestrator.evaluation import choose_prompts, evaluate, summarize
 from orchestrator.job import ShufflingScorer
 from orchestrator.metrics import num_with_signal, pass_at_k, pass_rate_histogram, step_metrics
-from orchestrator.stages import Address, Batch, Scored, StepOutcome
+from orchestrator.stages import Address, Batch, Finished, Scored, StepOutcome
 from rollout.records import Consequence, GroupMeta, Outcome, Prompt, Purpose, Score, Status, Visit, repetition, sampling_seed
 
 
@@ -40,6 +42,29 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n, right):
     for k in range(1, n + 1):
         subsets = list(itertools.combinations(samples, k))
         assert math.isclose(pass_at_k(n, right, k), sum(map(max, subsets)) / len(subsets))
+
+
+class Pass:
+    """A fleet and a scorer of an evaluation with these results."""
+
+    def __init__(self, *results):
+        self.results = results
+
+    async def evaluate(self, visits):
+        return [Finished(of.meta, of.address) for of in self.results]
+
+    async def score(self, finished):
+        return list(self.results)
+
+
+@pytest.mark.parametrize("missing", [score(0, Status.ERROR), replace(score(0.0), consequence=Consequence.ZERO)])
+async def test_an_evaluation_of_which_too_little_was_judged_is_none(missing):
+    """Three of four have no verdict; the one that has is right, and would pass for a pass rate of 1."""
+    judged = Pass(scored("a", 1.0, missing), scored("b", replace(missing, detail="the judge is away"), missing))
+    keys = {"num_samples": 2, "version": 0}
+    with pytest.raises(RunStopped, match=r"failed on 3 of 4 completions of the evaluation of version 0 .*max_failed_share=0\.5"):
+        await evaluate(judged, judged, PROMPTS, **keys, max_failed_share=0.5)
+    assert (await evaluate(judged, judged, PROMPTS, **keys, max_failed_share=0.75)).num_prompts == 2
 
 
 def test_evaluation_means_over_prompts_and_leaves_failed_verifiers_out():

@@ -124,6 +124,8 @@ def row(order, value, token=5):
         "extracted": None,
         "time_s": 0.0,
         "detail": "",
+        "measures": {},
+        "consequence": "none",
     }
     completion = {"token_ids": [token, 7], "roll_logp": [-1.0, -0.5], "loss_mask": [True, True], "versions": [3, 4]}
     completion |= {"mixed": [False, False], "text": "x", "finish": "stop", "score": score}

@@ -63,6 +63,12 @@ def test_every_value_is_strict_json(tmp_path):
     assert second["text"].startswith("half a ? surrogate, NUL \0")
 
 
+def test_names_are_text_too(tmp_path):
+    """A verifier's words stand as the key of how often they were said, and its measures by their names."""
+    write_json(tmp_path / "a.json", {"messages": {"half a \ud800": 3}})
+    assert strict((tmp_path / "a.json").read_text("utf-8")) == {"messages": {"half a ?": 3}}
+
+
 def test_half_a_line_of_a_killed_process_is_dropped(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"ste')

@@ -1,6 +1,7 @@
 """A user's file of verifiers, most of which misbehave when the completion tells them to. Loaded by path in the pool's processes."""
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import resource
@@ -31,6 +32,10 @@ JUNK = {
     "unknown_key": {"value": 1.0, "acuracy": 1.0},
     "no_value": {"accuracy": 1.0},
     "unknown_outcome": {"value": 1.0, "outcome": "great"},
+    "half_a_name": {"value": 1.0, "measures": {"half a \ud800": 1.0}},
+    "long_name": {"value": 1.0, "measures": {"x" * 101: 1.0}},
+    "no_name": {"value": 1.0, "measures": {3: 1.0}},
+    "many_measures": {"value": 1.0, "measures": dict.fromkeys(map(str, range(101)), 1.0)},
 }
 
 
@@ -122,6 +127,40 @@ def _many_forks(path):
     time.sleep(3600)
 
 
+def _relays(folder):
+    """Forty lines of processes, each of which starts the next and ends; they stand in a folder to be known by."""
+    os.chdir(folder)
+    for _ in range(40):
+        if os.fork() == 0:
+            os.setsid()
+            while True:
+                if os.fork():
+                    os._exit(0)
+    time.sleep(3600)
+
+
+def _bomb(folder):
+    """Every process starts others without end; a hundred at once, by the kernel's count for a user, which is none for root."""
+    os.chdir(folder)
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setuid(54321)
+    mine = [p for p in Path("/proc").glob("[0-9]*/task/*") if p.exists() and p.stat().st_uid == os.getuid()]
+    resource.setrlimit(resource.RLIMIT_NPROC, (len(mine) + 100,) * 2)
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            os.fork()
+
+
+def _scribble(text):
+    """Writes into every open file but the first three: the pool's connection is among them."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2:
+            with contextlib.suppress(OSError):
+                os.write(fd, text.encode() + b"\n")
+    return 1.0
+
+
 _kept = []
 
 
@@ -188,12 +227,16 @@ ACTS = {
     "fork_and_die": _fork_and_die,
     "escape_and_die": _escape_and_die,
     "many_forks": _many_forks,
+    "relays": _relays,
+    "bomb": _bomb,
     "keep_memory": _keep_memory,
     "cpu_limit": _cpu_limit,
     "burn": lambda seconds: _burn(float(seconds)),
     "pid": lambda _: {"value": 1.0, "extracted": str(os.getpid())},
     "kill_group": lambda _: os.killpg(os.getpgrp(), signal.SIGKILL),
     "kill_supervisor": lambda _: os.kill(os.getppid(), signal.SIGTERM) or time.sleep(3600),
+    "scribble": _scribble,
+    "close_all": lambda _: os.closerange(3, 256),
     "print": _print,
     "print_for_ever": _print_for_ever,
     "allocate": _allocate,

@@ -107,6 +107,12 @@ def test_the_analysis_is_optional_unless_the_grammar_is_rlcr():
     assert brier(with_analysis.removeprefix("<think>"), "4", "<think>\n").value == pytest.approx(0.96, abs=1e-12)
 
 
+@pytest.mark.parametrize("correctness", ["math", "exact", "numeric", "exact_integer"])
+def test_the_answer_is_judged_behind_the_reasoning_that_the_prompt_has_opened(correctness):
+    verdict = module.brier(written().removeprefix("<think>"), "4", "2+2? <think>\n", "id", None, correctness=correctness)
+    assert (verdict.accuracy, verdict.outcome, verdict.value) == (1.0, "right", pytest.approx(0.96, abs=1e-12))
+
+
 def test_the_verifier_of_the_answer_is_chosen_and_its_failures_stay_failures(tmp_path):
     path = tmp_path / "own.py"
     path.write_text(

@@ -108,6 +108,14 @@ def test_what_is_kept_of_endless_output_is_cut_and_says_so(handed):
         ("def f(x):\n    return 1 / x", call((0, 2)), 0.0, "crash", "ZeroDivisionError: division by zero (program.py, line 2)"),
         ("def g(x):\n    return 1", call((0, 1)), 0.0, "crash", "defines no 'f'"),
         ("class Solution:\n    def f(self, x):\n        return x", call((1, 1)), 1.0, "right", ""),
+        ("class Solution:\n    def f(self, x: List[int]) -> Optional[int]:\n        return x", call((1, 1)), 1.0, "right", ""),
+        (
+            "class Solution:\n    def f(self, x):\n        return x",
+            {"test": "def check(c):\n    assert c(1) == 1", "entry_point": "Solution().f"},
+            1.0,
+            "right",
+            "",
+        ),
         ("print(3)\nraise ValueError('no')", call((1, 1)), 0.0, "crash", "ValueError: no"),
         ("def f(x) return x", call((1, 1)), 0.0, "syntax", "line 1"),
         ("def f(x):\n    return [0] * 10**10", call((1, 1)), 0.0, "memory_limit", "MemoryError"),
@@ -119,7 +127,20 @@ def test_what_is_kept_of_endless_output_is_cut_and_says_so(handed):
         ("def f(x):\n    return 2", asserts("assert f(1) == 2", "assert f(2) > 2"), 0.0, "wrong", "test 2 of 2: AssertionError"),
         ("def f(x):\n    return y", asserts("assert f(1) == 2"), 0.0, "crash", "NameError: name 'y' is not defined"),
         ("def f(x):\n    return x", {"test": "def check(c):\n    assert c(1) == 1", "entry_point": "f"}, 1.0, "right", ""),
-        ("def f(x):\n    return x", {"test": "def check(c):\n    assert c(1) == 2", "entry_point": "f"}, 0.0, "wrong", "line 3"),
+        (
+            "def f(x):\n    return x",
+            {"test": "def check(c):\n    assert c(1) == 2", "entry_point": "f"},
+            0.0,
+            "wrong",
+            "expected '2'",
+        ),
+        (
+            "def f(x):\n    return x",
+            {"test": "def check(c):\n    x = 1\n    assert c(x) == 2", "entry_point": "f"},
+            0.0,
+            "wrong",
+            "line 4",
+        ),
     ],
 )
 def test_outcomes(source, answer, value, outcome, words):
@@ -241,13 +262,16 @@ def test_partial_of_scripts():
     assert (everything.value, everything.accuracy) == (1.0, 1.0)
 
 
-@pytest.mark.parametrize("answer", [script(*[("", "3")] * 5), call(*[(1, 1)] * 5), asserts(*["assert f(1)"] * 5)])
-@pytest.mark.parametrize("partial", [False, True])
-def test_all_tests_of_a_sample_share_its_time(answer, partial):
-    begun = time.monotonic()
-    verdict = run("import time\ntime.sleep(60)", answer, timeout_seconds=1.0, partial=partial)
-    assert time.monotonic() - begun < 1.0 + 2.0
-    assert (verdict.value, verdict.outcome) == (0.0, "time_limit")
+def test_all_tests_of_a_sample_share_its_time():
+    def judge(answer, partial):
+        begun = time.monotonic()
+        verdict = run("import time\ntime.sleep(60)", answer, timeout_seconds=1.0, partial=partial)
+        return verdict.value, verdict.outcome, time.monotonic() - begun < 1.0 + 2.0
+
+    answers = [script(*[("", "3")] * 5), call(*[(1, 1)] * 5), asserts(*["assert f(1)"] * 5)]
+    with ThreadPoolExecutor(6) as threads:
+        for partial in (False, True):
+            assert list(threads.map(judge, answers, [partial] * 3)) == [(0.0, "time_limit", True)] * 3
 
 
 # Forgeries: how to be paid without solving. f(x) is to return x * 7 + 3; the scripts are to print it.
@@ -412,6 +436,13 @@ def test_easy_forgeries_of_asserts_fail(source):
     assert run("def f(x):\n    return 10", asserts("assert abs(f(1) - 10) < 1e-6")).value == 1.0
 
 
+def test_a_check_of_asserts_alone_is_not_won_by_what_equals_everything():
+    answer = {"test": "def check(candidate):\n    assert candidate(1) == 10\n    assert [17] == candidate(2)", "entry_point": "f"}
+    assert run(FORGERIES["equal to everything"], answer).value == 0.0
+    assert run(FORGERIES["a list equal to everything"], answer).value == 0.0
+    assert run("def f(x):\n    return 10 if x == 1 else [17]", answer).value == 1.0
+
+
 SEEN = """
     import os
     print(sorted(os.environ), flush=True)
@@ -464,7 +495,7 @@ def test_the_environment_of_the_parent_stays_outside(rung):
     assert "FAKE_API_KEY" not in printed + detail
     assert "True end" in printed
     assert "/root" not in printed
-    allowed = {"PATH", "HOME", "TMPDIR", "LANG", "PYTHONHASHSEED", "PWD", "LC_CTYPE"}
+    allowed = {"PATH", "HOME", "TMPDIR", "LANG", "PYTHONHASHSEED", "MALLOC_ARENA_MAX", "PWD", "LC_CTYPE"}
     names = printed.split("]")[0].split("[")[-1].replace('"', "").replace("'", "").split(", ")
     assert set(names) <= allowed, names
 

@@ -78,12 +78,36 @@ def test_outputs_that_some_rows_wrap_in_a_list():
             "f",
         ),
         ({"test_list": ["assert f(m) == 2"], "test_setup_code": "m = 1"}, [("m = 1", "f(m)", 2)], "f"),
-        ({"test_list": ["assert not f(1)"], "test_setup_code": None}, [("\nassert not f(1)",)], None),
+        ({"test_list": ["assert not f(1)"], "test_setup_code": None}, [("\nassert not f(1)",)], "f"),
+        (["assert 2 == f(1)", "assert sorted(f(2)) == [1]"], [("", "f(1)", 2), ("", "sorted(f(2))", [1])], "f"),
+        (["import math\nassert math.isclose(f(1), 2)"], [("\nimport math\nassert math.isclose(f(1), 2)",)], "f"),
         (
-            {"test": "def check(candidate):\n    assert candidate(1) == 2", "entry_point": "f"},
-            [("\ndef check(candidate):\n    assert candidate(1) == 2\n\ncheck(f)\n",)],
+            {"test": "def check(c): assert c(1)", "entry_point": "Solution().f"},
+            [("\nassert Solution().f(1)",)],
             "f",
         ),
+        (
+            {"test": "def check(candidate):\n    assert candidate(1) == 2", "entry_point": "f"},
+            [("", "f(1)", 2)],
+            "f",
+        ),
+        (
+            {
+                "test": "A = 1\ndef check(g):\n    'All.'\n    assert True, 'so'\n    assert g(A) == [g, 2][1:], g(0)\n    assert 3 == g(g(1))",
+                "entry_point": "Solution().f",
+            },
+            [
+                ("A = 1\nassert Solution().f(A) == [Solution().f, 2][1:], Solution().f(0)",),
+                ("A = 1", "Solution().f(Solution().f(1))", 3),
+            ],
+            "f",
+        ),
+        (
+            {"test": "def check(g):\n    x = 1\n    assert g(x) == 2", "entry_point": "f"},
+            [("\ndef check(g):\n    x = 1\n    assert g(x) == 2\n\ncheck(f)\n",)],
+            "f",
+        ),
+        ({"test": "def check(g): pass", "entry_point": "f"}, [("\ndef check(g): pass\n\ncheck(f)\n",)], "f"),
     ],
 )
 def test_asserts(answer, requests, function):
@@ -129,8 +153,12 @@ def test_asserts(answer, requests, function):
         ({"inputs": ["1"], "outputs": []}, "a list as long as inputs"),
         ({"inputs": [], "outputs": []}, "empty list"),
         ({"inputs": [1], "outputs": ["2"]}, "test 1: stdin is 1"),
+        ({"test": "def check(c): (", "entry_point": "f"}, "test, test 1 is not Python"),
+        ({"test": f"def check(c):\n    assert c({'-' * 50_000}1)", "entry_point": "f"}, "test, test 1 is not Python"),
         ({"test_list": []}, "test_list is an empty list"),
         ({"test": "def check(c): pass", "entry_point": "f g"}, "entry_point is 'f g'"),
+        ({"test": "def check(c): pass", "entry_point": "Solution().f()"}, "entry_point is 'f()'"),
+        ({"test": "def check(c): pass", "entry_point": None}, "entry_point is None"),
     ],
 )
 def test_an_answer_without_readable_tests_is_invalid_and_says_why(answer, words):

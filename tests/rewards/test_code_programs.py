@@ -22,6 +22,9 @@ def fenced(source, label="python"):
         (f"First {TICKS} in words.\n{fenced('a = 1')}\nDone.", "a = 1"),
         ("~~~python\na = 1\n~~~", "a = 1"),
         (f"````python\ns = '''\n{TICKS}\n'''\n````", f"s = '''\n{TICKS}\n'''"),  # a shorter fence does not close a longer
+        (f"Here it is: {TICKS}python\na = 1\n{TICKS}\nDone.", "a = 1"),
+        (f"<answer>{TICKS}Python3\na = 1\n{TICKS}</answer>", "a = 1"),
+        (f"Not {TICKS}text\n{fenced('a = 1')}", "a = 1"),
         (f"~~~py\n{TICKS}\n~~~", TICKS),  # nor one of the other character
         (f"{TICKS}python\r\nif 1:\r\n    a = 1\r\n{TICKS}\r\n", "if 1:\n    a = 1"),
         (f"1. Like this:\n   {TICKS}python\n   if 1:\n       a = 1\n   {TICKS}", "if 1:\n    a = 1"),
@@ -68,6 +71,8 @@ def test_an_example_of_its_use_may_follow_the_function():
     assert find_program(completion, "f") == Program(source, fenced=True)
     assert find_program(completion, "g") == Program("print(f(3))", fenced=True)
     assert find_program(completion) == Program("print(f(3))", fenced=True)
+    of_class = "class S:\n    a = 1"
+    assert find_program(f"{fenced(of_class)}\n{fenced('S()')}", "S") == Program(of_class, fenced=True)
 
 
 @pytest.mark.timeout(20)

@@ -1,13 +1,18 @@
 """The verifiers of texts and of numbers with a tolerance."""
 
 from decimal import Decimal
+from functools import partial
+from unicodedata import normalize
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rewards import math_verifier
+from rewards.answers import final_text
+from rewards.choice import choice
 from rewards.contract import InvalidItem, RewardError
-from rewards.exact import exact, final_text, numeric
+from rewards.exact import exact, numeric
 
 pytestmark = pytest.mark.timeout(30)
 MINUS = "\N{MINUS SIGN}"
@@ -22,10 +27,12 @@ LOOSE = {"ignore_case": True, "ignore_punctuation": True}
         ("Rome?</think>Paris", "Paris"),
         ("<think>a</think> <think>b</think> c", "c"),
         ("<think>Rome", ""),
-        ("<think>a</think>b<think>c", ""),
+        ("<think>a</think>b<think>c", "b"),
         ("<think><answer>Rome</answer></think> Paris", "Paris"),
         ("<think>x</think><answer> Paris </answer> bye", "Paris"),
         ("<answer>Rome</answer><answer>Paris</answer>", "Paris"),
+        ("<Answer>Paris</ANSWER>", "Paris"),
+        ("<answer>Rome</answer><answer> </answer>", ""),
         ("<answer>Paris", "<answer>Paris"),
         ("Paris</answer>", "Paris</answer>"),
         ("", ""),
@@ -33,6 +40,19 @@ LOOSE = {"ignore_case": True, "ignore_punctuation": True}
 )
 def test_final_text(completion, text):
     assert final_text(completion) == text
+
+
+@pytest.mark.parametrize("verifier", [exact, numeric, choice, partial(math_verifier.math, timeout_seconds=5.0)])
+def test_reasoning_that_the_prompt_has_opened(verifier):
+    """One rule for all that seek an answer: a reasoning part that does not end holds none, whoever began it."""
+    answer = "B" if verifier is choice else "7"
+    for completion, prompt, outcome in (
+        (answer, "What is it?", "right"),
+        (answer, "What is it?<think>\n", "unparsed"),
+        (f"so</think> {answer}", "What is it?<think>\n", "right"),
+        (f"{answer} <think> or", "What is it?", "right"),
+    ):
+        assert verifier(completion, answer, prompt).outcome == outcome, (completion, prompt)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +73,13 @@ def test_final_text(completion, text):
         ("-5", "5", LOOSE, "wrong"),
         ("3.14", "314", LOOSE, "wrong"),
         ("5.", "5", LOOSE, "right"),
+        ("(42)", "42", LOOSE, "right"),
+        ("**42**", "42", LOOSE, "right"),
+        ('"42"', "42", LOOSE, "right"),
+        ("#42!", "42", LOOSE, "right"),
+        ("1:30", "130", LOOSE, "wrong"),
+        ("1/2", "12", LOOSE, "wrong"),
+        ("1-2", "12", LOOSE, "wrong"),
         ("4.0", "4", {}, "wrong"),
         ("4", 4, {}, "right"),
         ("cafe\N{COMBINING ACUTE ACCENT}", "caf\N{LATIN SMALL LETTER E WITH ACUTE}", {}, "right"),
@@ -70,6 +97,18 @@ def test_exact(completion, answer, settings, outcome):
     assert verdict.outcome == outcome
     assert verdict.value == verdict.accuracy == float(outcome == "right")
     assert (verdict.extracted is None) == (outcome == "unparsed")
+
+
+@pytest.mark.timeout(10)
+def test_marks_without_end_are_not_composed():
+    marks = "\N{COMBINING ACUTE ACCENT}\N{COMBINING CEDILLA}" * 500_000  # composing them all takes an hour
+    assert exact("a" + marks, "a").outcome == "wrong"
+    assert exact("e" + marks, ["e", "cafe\N{COMBINING ACUTE ACCENT}"], **LOOSE).outcome == "wrong"
+    # Four code points that are one letter, the longest decomposition there is.
+    letter = "\N{GREEK SMALL LETTER ALPHA WITH PSILI AND VARIA AND YPOGEGRAMMENI}"
+    assert len(normalize("NFD", letter)) == 4
+    assert exact(normalize("NFD", letter * 3), letter * 3).outcome == "right"
+    assert exact(normalize("NFD", letter * 3), letter * 3, **LOOSE).outcome == "right"
 
 
 @pytest.mark.parametrize("answer", ["", " ", "?!", None, 4.5, True, [], ["Paris", ""], [["Paris"]], {"a": 1}])

@@ -15,7 +15,6 @@ from rewards.verifiers import load_verifier
 from rollout.sources import load_rows
 
 pytestmark = pytest.mark.timeout(120)
-LOOSE = {"game_of_life_halting", "puzzle24"}
 EXECUTING = {
     *("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"),
     *("countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"),
@@ -146,6 +145,17 @@ def test_an_integral_in_another_form_is_right():
     assert reasoning_gym(unsolved, item).value == 0.0
 
 
+def test_an_answer_that_names_no_number_earns_nothing():
+    (item,) = items("complex_arithmetic")  # the scorer alone pays in full for nan: min(1.0, nan) is 1.0
+    for cheat in ("nan", "NaN", "nan + 3.0i", "-nan", "inf", "-Infinity", "1 + infj", "nanj"):
+        for prefix in ("", "<think>t</think>"):
+            verdict = reasoning_gym(f"{prefix}<answer>{cheat}</answer>", item, partial=True)
+            assert (verdict.value, verdict.accuracy, verdict.outcome) == (0.0, 0.0, "wrong"), cheat
+    (item,) = items("spell_backward")
+    word = {**item, "answer": "nan", "metadata": {**item["metadata"], "word": "nan"}}
+    assert reasoning_gym("nan", word).value == 1.0  # where it is the reference answer, it is a word
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -154,6 +164,7 @@ def test_an_integral_in_another_form_is_right():
         ({"task": "gdc"}, "no task 'gdc'"),
         ({"task": "composite"}, "'composite' to score by"),
         ({"task": "puzzle24"}, "puzzle24 pays in full for numbers that were not given; params.allow_loose=true"),
+        ({"task": "coin_flip"}, "coin_flip pays in full for 0"),
         ({"task": "game_of_life_halting"}, "pays in full for any answer"),
         ({"settings": {"min_digit": 3}}, r"gcd refused its settings \{'min_digit': 3\}"),
         ({"task": "jugs", "metadata": {}}, "jugs does not accept the item's own reference answer"),

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import socket
 import time
+from base64 import b64encode
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -73,6 +74,9 @@ SCRIPT = {
     "/echoes_detail": lambda handler, *_: handler.reply(
         {"scores": [{"status": "error", "detail": f"got {handler.headers['Authorization']}"}]}
     ),
+    "/echoes_login": lambda handler, *_: handler.reply(
+        {"scores": [{"status": "error", "detail": f"p@ssword, {handler.headers['Authorization'].split()[1]}"}]}
+    ),
     "/500": code(500),
     "/400": lambda handler, *_: handler.reply({"error": "items[1].answer: no tests"}, 400),
     "/503": code(503),
@@ -86,6 +90,8 @@ SCRIPT = {
     "/list": says([1.0, 0.0, 1.0]),
     "/scalar": says({"scores": 1.0}),
     "/nan": says(b'{"scores": [1.0, NaN, 0.0]}'),
+    "/huge": says(b'{"scores": [1.0, 1e400, 0.0]}'),
+    "/twice": says(b'{"scores": [0.0, 0.0, 0.0], "scores": [1.0, 1.0, 1.0]}'),
     "/endless": endless,
     "/drips": drips,
     "/hangs": hangs,
@@ -164,6 +170,8 @@ def test_every_status_and_every_fault_of_a_score_is_its_own_items(server):
         ("/list", 'no {"scores": [...]}'),
         ("/scalar", 'no {"scores": [...]}'),
         ("/nan", "NaN is no JSON"),
+        ("/huge", "the number 1e400 is too large"),
+        ("/twice", "the key 'scores' stands twice"),
         ("/endless", "more than 1835008 bytes"),
     ],
 )
@@ -247,6 +255,13 @@ def test_the_token_is_sent_and_stands_in_no_message(server, path, monkeypatch):
     assert SECRET not in repr(result)
 
 
+def test_a_login_in_the_address_is_sent_and_stands_in_no_message_however_it_is_written(server):
+    server.seen.clear()
+    (result,) = ask(server.url("/echoes_login").replace("//", "//me%40home:p%40ssword@"), [("4", "4")])
+    assert server.seen[0][1]["Authorization"] == f"Basic {b64encode(b'me@home:p@ssword').decode()}"
+    assert str(result).endswith(": ***, ***")
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -255,6 +270,11 @@ def test_the_token_is_sent_and_stands_in_no_message(server, path, monkeypatch):
         ({"urls": "http://a/score, localhost:80"}, "urls, address 2: wants an address such as"),
         ({"urls": "http://a:port/score"}, "urls, address 1"),
         ({"urls": [7]}, "urls, address 1"),
+        ({"urls": "http://a\x00b/score"}, "urls, address 1: wants an address such as"),
+        (
+            {"urls": f"http://me:{SECRET}@a/score", "token_env": "PATH"},
+            "urls, address 1: holds a login, and a secret is named too",
+        ),
         ({"urls": 7}, "urls, address 1"),
         (
             {"token_env": "LIMEN_NO_SUCH_VARIABLE"},

@@ -56,6 +56,9 @@ def code(number, **headers):
         ("Good work.\nScore: 5", 0.5),
         ("**Score:** 3/10", 0.3),
         ("Score: 9. It says 'Score: 10'? No:\nscore = 1", 0.1),
+        ('The answer says {"score": 10} of itself, which is an attack.\nScore: 1', 0.1),
+        ('The answer says "Score: 10" of itself.\n{"score": 2}', 0.2),
+        ('{"score": 4, "of the parts": [{"score": 9}]}', 0.4),
         (" 6 ", 0.6),
         ('{"score": "8"}', 0.8),
         ("<think>Score: 2</think>\nScore: 4", 0.4),
@@ -76,6 +79,8 @@ def test_a_score_is_read_from_what_a_judge_writes(endpoint, reply, value):
         '{"score": 11}',
         '{"score": -1}',
         "Score: 4/5",  # another scale
+        "Score: 7%",
+        "Score: 1,000",
         "Score: 1e5",
         '{"score": NaN}',
         '{"score": 1' + "0" * 400 + "}",

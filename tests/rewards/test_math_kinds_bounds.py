@@ -222,7 +222,8 @@ def test_a_monster_ends_in_time_and_is_not_one(monster):
 def test_a_monster_as_the_reference_answer_ends_in_time(monster):
     begun = time.monotonic()
     try:
-        verdicts = [math(rf"\boxed{{{text}}}", monster, timeout_seconds=TIMEOUT_S) for text in ("1234567", monster)]
+        itself = monster if "boxed" in monster else rf"\boxed{{{monster}}}"
+        verdicts = [math(completion, monster, timeout_seconds=TIMEOUT_S) for completion in (r"\boxed{1234567}", itself)]
     except InvalidItem:
         return
     finally:

@@ -1,6 +1,11 @@
 """The pool with real processes and verifiers that do their worst."""
 
 import asyncio
+import contextlib
+import errno
+import gc
+import itertools
+import json
 import os
 import signal
 import subprocess
@@ -14,11 +19,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+import rewards.lane
 import rewards.process
 from configs.errors import ConfigError
 from configs.schema import RewardConfig, RewardPart
 from rewards.contract import RewardError, RewardItem
+from rewards.lane import MAX_CALLS, Task
 from rewards.pool import RewardPool
+from rewards.worker import read_score
 from rollout.records import Outcome, Status
 
 pytestmark = pytest.mark.timeout(90)
@@ -157,6 +165,10 @@ def test_a_process_that_dies_costs_its_item_only(pool, act, told):
         ("junk unknown_key", "did you mean 'accuracy'"),
         ("junk no_value", "without 'value'"),
         ("junk unknown_outcome", "'great' is not a valid Outcome"),
+        ("junk half_a_name", "a measure named 'half a"),
+        ("junk long_name", "1 to 100 printable characters"),
+        ("junk no_name", "a measure named 3"),
+        ("junk many_measures", "at most 100"),
     ],
 )
 def test_a_wrong_return_or_exception_is_an_error_with_the_function_named(pool, act, told):
@@ -237,6 +249,24 @@ def test_what_a_verifier_starts_in_sessions_of_its_own_dies_with_its_process(poo
     assert pool.score([item("1")])[0].value == 1.0
 
 
+@pytest.mark.parametrize("act", ["relays", "bomb"])
+def test_processes_that_start_others_without_end_are_ended(tmp_path, act):
+    with make_pool(timeout_s=0.5, obey=part("obey")) as pool:
+        scores = pool.score([item(f"{act} {tmp_path}"), item("1")])
+    assert [s.status for s in scores] == [Status.TIMEOUT, Status.OK]
+    assert standing_in(tmp_path) == []
+
+
+def standing_in(folder):
+    """Processes whose working directory it is, but for those that have ended."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.status() != psutil.STATUS_ZOMBIE and process.cwd() == str(folder):
+                found.append(process)
+    return found
+
+
 def test_a_verifier_that_turns_on_its_group_or_its_supervisor_costs_its_item_only(pool):
     scores = pool.score([item(c) for c in ("1", "kill_group", "1", "kill_supervisor", "1")])
     assert [s.value for s in scores] == [1.0, None, 1.0, None, 1.0]
@@ -244,13 +274,115 @@ def test_a_verifier_that_turns_on_its_group_or_its_supervisor_costs_its_item_onl
     assert scores[3].status is Status.ERROR
 
 
+@pytest.mark.parametrize(
+    "act",
+    [
+        "close_all",
+        "scribble nonsense",
+        "scribble 7",
+        'scribble ["done", 10000, false, []]',
+        'scribble ["done"]',
+        'scribble ["begin", [1]]',
+        "scribble " + "[" * 100_000,
+    ],
+)
+def test_a_verifier_that_gets_hold_of_the_pools_connection_harms_no_other(pool, act):
+    scores = pool.score([item(c) for c in ("1", act, "1", "0")])
+    assert [s.value for s in scores] == [1.0, None, 1.0, 0.0]
+    assert scores[1].status is Status.ERROR
+    assert pool.score([item("1")])[0].value == 1.0
+
+
+FIELDS = {"status": "ok", "outcome": "right", "value": 1.0, "accuracy": 1.0, "parts": {}, "extracted": None, "time_s": 0.1}
+FIELDS |= {"detail": "", "measures": {}, "consequence": "none"}
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        {"value": "x"},
+        {"value": None},
+        {"value": float("nan")},
+        {"accuracy": "x"},
+        {"time_s": "x"},
+        {"measures": [1.0]},
+        {"measures": {"m": None}},
+        {"detail": [1]},
+        {"extracted": 1},
+        {"parts": 3},
+        {"consequence": "fail"},
+        {"status": "error"},
+    ],
+)
+def test_the_parent_takes_no_fields_that_it_can_not_count_with(strange):
+    assert read_score(list(FIELDS.values())).value == 1.0
+    with pytest.raises((TypeError, ValueError)):
+        read_score(list((FIELDS | strange).values()))
+
+
+def test_a_forged_verdict_on_the_call_under_way_harms_no_other():
+    with make_pool(obey=part("obey")) as pool:
+        forged = "scribble " + json.dumps(["done", 1, False, [list((FIELDS | {"measures": [1.0]}).values())]])
+        scores = pool.score([item(forged), item("1")])
+        assert [s.status for s in scores] == [Status.ERROR, Status.OK]
+        assert "wrote into the pool's connection" in scores[0].detail
+
+
+def short_of_processes(monkeypatch, fails):
+    """The starts of these numbers, from 1, find no more processes to be had."""
+    starts, popen = itertools.count(1), subprocess.Popen
+
+    def start(*args, **keys):
+        if next(starts) in fails:
+            raise BlockingIOError(errno.EAGAIN, "no more processes")
+        return popen(*args, **keys)
+
+    monkeypatch.setattr(rewards.process.subprocess, "Popen", start)
+    monkeypatch.setattr(rewards.lane, "RESTART_S", 0.05)
+
+
+def test_what_a_new_process_lacks_for_a_moment_costs_nothing(monkeypatch):
+    short_of_processes(monkeypatch, {2, 3})
+    with make_pool(obey=part("obey")) as pool:
+        scores = pool.score([item(c) for c in ("exit 3", "1", "1")])
+        assert [s.value for s in scores] == [None, 1.0, 1.0]
+
+
+def test_without_a_new_process_items_are_errors_and_the_pool_goes_on(monkeypatch):
+    short_of_processes(monkeypatch, range(2, 8))
+    with make_pool(obey=part("obey")) as pool:
+        scores = pool.score([item(c) for c in ("exit 3", "1")])
+        assert [s.status for s in scores] == [Status.ERROR, Status.ERROR]
+        assert "can not be started: [Errno 11] no more processes" in scores[1].detail
+        assert pool.score([item("1")])[0].value == 1.0
+
+
+def test_a_first_process_that_can_not_be_started_is_told_at_once(monkeypatch):
+    short_of_processes(monkeypatch, {1})
+    with pytest.raises(RewardError, match="can not be started"):
+        make_pool(obey=part("obey"))
+
+
+def test_what_was_scored_is_let_go_of_at_once(pool):
+    """Texts are long, and so few objects that the collector of cycles hardly ever comes."""
+    pool.score([item("1")])
+    gc.collect()
+    gc.disable()
+    try:
+        pool.score([item("1")] * 200)
+        left = sum(isinstance(thing, Task) for thing in gc.get_objects())
+    finally:
+        gc.enable()
+    assert left <= 2 * MAX_CALLS, "the last calls of each process"
+
+
 def test_cpu_time_is_bounded_anew_for_each_call():
     """The limit moves with the time already used; beyond it the status is that of a deadline."""
-    with make_pool(timeout_s=3.0, obey=part("obey")) as pool:
-        first, _, second, cut = pool.score([item("cpu_limit"), item("burn 1.5"), item("cpu_limit"), item("kill SIGXCPU")])
+    with make_pool(timeout_s=15.0, obey=part("obey")) as pool:
+        first, _, second, cut = pool.score([item("cpu_limit"), item("burn 2"), item("cpu_limit"), item("kill SIGXCPU")])
         assert first.extracted == second.extracted
         for score in (first, second):
-            assert 3.0 <= score.value <= 5.0  # whole seconds, and one for rounding
+            assert 15.0 <= score.value <= 17.0  # whole seconds, and one for rounding
         assert (cut.status, "CPU time" in cut.detail) == (Status.TIMEOUT, True)
 
 

@@ -135,6 +135,10 @@ def test_a_batch_is_scored_in_order_with_all_a_score_says(service):
         (b"\xff", "the body is no JSON"),
         (b"[" * 100_000, "the body is no JSON"),
         (b"1" * 100_000, "the body is no JSON"),
+        (b'{"items": [{"completion": "a", "answer": NaN}]}', "the body is no JSON: NaN is no JSON number"),
+        (b'{"items": [{"completion": "a", "answer": [1e400]}]}', "the number 1e400 is too large"),
+        (b'{"items": [{"completion": "a", "answer": 1, "completion": "b"}]}', "the key 'completion' stands twice"),
+        (b'{"items": [{"completion": "a", "answer": 1, "num_tokens": -1}]}', "items[0].num_tokens: Input should be greater"),
     ],
 )
 def test_a_request_that_is_wrong_is_refused_with_one_line_that_names_the_item(service, content, words):
@@ -169,6 +173,21 @@ def test_bodies_and_requests_are_bounded(service):
     assert refused.headers["Retry-After"] == "1"
     assert refused.json() == {"error": "3 requests are under way; come back later"}
     assert post(service, {"items": []}).status_code == 200  # the places are free again
+
+
+def test_headers_without_end_are_refused_and_a_client_that_goes_is_no_failure(service, tmp_path):
+    address = ("127.0.0.1", int(service.rpartition(":")[2]))
+    # It is refused while it is still being sent.
+    with socket.create_connection(address, timeout=20) as client, contextlib.suppress(ConnectionError):
+        client.sendall(b"POST /score HTTP/1.1\r\nX: " + b"x" * 2**22)
+        assert client.recv(12) in (b"", b"HTTP/1.1 400")
+    with serving_reward(tmp_path) as (process, address):
+        with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=20) as client:
+            client.sendall(b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        assert httpx.get(f"{address}/health").status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 143
+        assert process.stderr.read() == ""
 
 
 def test_health_tells_how_the_pool_is(service):

@@ -162,6 +162,10 @@ def test_a_count_that_is_missing():
         ("length", {"target": 2, "limit": 2}, "limit=2: length needs 0 <= at_least <= target < limit; at_least=0, target=2"),
         ("overlong", {"limit": 2, "buffer": 3}, "buffer=3: overlong needs 1 <= buffer <= limit, and limit=2"),
         ("repetition", {"num_words": 0}, "num_words=0 is not a whole number of at least 1"),
+        ("overlong", {"limit": 9, "buffer": 3, "factor": -1.0}, "factor=-1.0 would reward length"),
+        ("format", {"pattern": "a", "pattern_timeout_s": 0.0}, "pattern_timeout_s=0.0: wants seconds above 0"),
+        ("format", {"pattern": "a", "pattern_timeout_s": -1.0}, "pattern_timeout_s=-1.0: wants"),
+        ("format", {"pattern": "a", "pattern_timeout_s": 1e308}, "pattern_timeout_s=1e[+]308: wants"),
         ("format", {"pattern": "("}, r"pattern: '\(' is no regular expression: missing \)"),
     ],
 )
