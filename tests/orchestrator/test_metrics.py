@@ -16,6 +16,7 @@ from orchestrator.evaluation import choose_prompts, evaluate, summarize
 from orchestrator.job import ShufflingScorer
 from orchestrator.metrics import num_with_signal, pass_at_k, pass_rate_histogram, step_metrics
 from orchestrator.stages import Address, Batch, Finished, Scored, StepOutcome
+from orchestrator.waits import Waits
 from rollout.records import Consequence, GroupMeta, Outcome, Prompt, Purpose, Score, Status, Visit, repetition, sampling_seed
 
 
@@ -61,10 +62,10 @@ class Pass:
 async def test_an_evaluation_of_which_too_little_was_judged_is_none(missing):
     """Three of four have no verdict; the one that has is right, and would pass for a pass rate of 1."""
     judged = Pass(scored("a", 1.0, missing), scored("b", replace(missing, detail="the judge is away"), missing))
-    keys = {"num_samples": 2, "version": 0}
+    keys = {"num_samples": 2, "version": 0, "deadline_s": 10.0}
     with pytest.raises(RunStopped, match=r"failed on 3 of 4 completions of the evaluation of version 0 .*max_failed_share=0\.5"):
-        await evaluate(judged, judged, PROMPTS, **keys, max_failed_share=0.5)
-    assert (await evaluate(judged, judged, PROMPTS, **keys, max_failed_share=0.75)).num_prompts == 2
+        await evaluate(judged, judged, PROMPTS, Waits(), **keys, max_failed_share=0.5)
+    assert (await evaluate(judged, judged, PROMPTS, Waits(), **keys, max_failed_share=0.75)).num_prompts == 2
 
 
 def test_evaluation_means_over_prompts_and_leaves_failed_verifiers_out():
