@@ -20,7 +20,8 @@ from ray.exceptions import RayError, RayTaskError
 from configs.compose import dump_config
 from configs.errors import ConfigError
 from configs.functions import resolve_function
-from configs.schema import Config, OnSwap, Placement
+from configs.lag import oldest_token
+from configs.schema import Config, Late, OnSwap, Placement
 from learner.selection import SELECTIONS, Decision
 from orchestrator import material
 from orchestrator.alarms import Watch, feed
@@ -308,7 +309,8 @@ class Job:
             oversample=config.rollout.oversample,
             max_visits_per_step=config.rollout.max_visits_per_step or DEFAULT_BATCHES_PER_STEP * config.batch.groups_per_step,
             when_short=config.rollout.when_short,
-            max_token_lag=config.rollout.max_token_lag,
+            late=config.rollout.late,
+            max_token_lag=oldest_token(config.rollout) if config.rollout.late is Late.drop else None,
             max_failed_share=config.reward.max_failed_share,
             num_steps=self.num_steps,
             verifier_s=longest_s(config.reward),

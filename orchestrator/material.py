@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from configs.errors import ConfigError
+from configs.lag import correction_in_use
 from configs.schema import Config, Placement, RolloutConfig, Seeds, Transport
 from learner.warm_start import base_model_path
 from orchestrator.replay import Record, check_source, open_record
@@ -191,7 +192,7 @@ def learner_spec(config: Config, model_path: str, *, total_optimizer_steps: int)
         "advantage": config.advantage,
         "weighting": config.weighting,
         "token_weighting": config.token_weighting,
-        "correction": config.correction,
+        "correction": correction_in_use(config),
         "part_weights": {name: part.weight for name, part in config.reward.parts.items()},
         "model_path": model_path,
         "temperature": config.rollout.temperature,

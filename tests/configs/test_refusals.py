@@ -48,6 +48,10 @@ CASES: dict[int, tuple[list[str], list[list[str]]]] = {
     15: (["algorithm.adaptive_entropy.target=0.3", "algorithm.entropy_beta=0.02"], [["algorithm.entropy_beta=0"]]),
     16: (["advantage=gdpo", "algorithm.kl.place=reward"], [["algorithm.kl.place=loss"], ["advantage=grpo"]]),
     17: (["advantage=gdpo", "reward.combine=min"], [["reward.combine=sum"], ["advantage=grpo"]]),
+    18: (
+        ["rollout.max_lag=1", "rollout.oversample=1", "rollout.top_p=0.9"],
+        [["rollout.top_p=1", "rollout.top_k=0", "rollout.min_p=0"], ["correction=none"]],
+    ),
 }
 
 

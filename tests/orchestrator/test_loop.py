@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from configs.errors import ConfigError
-from configs.schema import DeadlinesConfig, LastBatch, LedgerConfig, WhenShort
+from configs.schema import Auto, DeadlinesConfig, LastBatch, Late, LedgerConfig, WhenShort
 from learner.selection import SELECTIONS
 from orchestrator.errors import RunStopped
 from orchestrator.handles import Lost, StepReport
@@ -28,6 +28,7 @@ SETTINGS = LoopSettings(
     oversample=1.0,
     max_visits_per_step=32,
     when_short=WhenShort.carry,
+    late=Late.correct,
     max_token_lag=None,
     max_failed_share=0.5,
     num_steps=5,
@@ -306,10 +307,78 @@ async def test_values_that_a_policy_puts_for_a_missing_verdict_count_as_failures
 
 async def test_late_groups_are_dropped_only_when_asked():
     world = World(slow=0.03)
-    await world.make(replace(SETTINGS, max_lag=3, max_token_lag=1, num_steps=10)).run()
+    await world.make(replace(SETTINGS, max_lag=3, late=Late.drop, max_token_lag=1, num_steps=10)).run()
     lags = [o.batch.version - k.scored.meta.min_version for o in world.outcomes for k in o.batch.groups]
     assert max(lags) <= 1
     assert world.loop._ledger.counts["dropped/late"] > 0
+
+
+class LongTailed(World):
+    """A twelfth of the visits takes twenty times as long as the others, long enough for several steps."""
+
+    async def generate(self, visit):
+        if int(visit.prompt_id[1:]) % 12 == 1:
+            version = self.version
+            await asyncio.sleep(0.06 + 0.06 * self.random.random())
+            meta = GroupMeta(visit, "w", 3, (2, 2), (2, 2), 0, version, self.version, 0, 0.0, 0, 0.0)
+            if visit not in self.cancelled:
+                self.queue.put_nowait([Finished(meta, Address(None, 0))])
+        else:
+            await super().generate(visit)
+
+
+@pytest.mark.parametrize("max_lag", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_batch_that_waits_leaves_no_visit_to_become_too_old(max_lag, seed):
+    """Under `correct` long visits are overtaken and trained late; under `wait` never, and none is dropped for it."""
+    oldest = {}
+    for late in (Late.correct, Late.wait):
+        world = LongTailed(seed=seed, drop=third, slow=0.002)
+        assert await world.make(replace(SETTINGS, max_lag=max_lag, late=late, num_steps=20)).run() == "done"
+        lags = [o.batch.version - k.scored.meta.min_version for o in world.outcomes for k in o.batch.groups]
+        trained = [pick.order for batch in world.batches for pick in batch]
+        assert len(trained) == len(set(trained)) == 80, "no visit is trained twice"
+        assert all([pick.order for pick in batch] == sorted(pick.order for pick in batch) for batch in world.batches)
+        assert world.max_open <= (max_lag + 1) * 4
+        assert not world.loop._ledger.counts["dropped/late"]
+        oldest[late] = max(lags)
+    assert oldest[Late.wait] <= max_lag
+    assert oldest[Late.correct] > max_lag or max_lag == 4
+
+
+async def test_late_groups_are_the_long_ones():
+    """What `drop` costs: only long visits are dropped, and most of them."""
+    world = LongTailed(slow=0.002)
+    await world.make(replace(SETTINGS, max_lag=1, late=Late.drop, max_token_lag=1, num_steps=20)).run()
+    late = world.loop._ledger.counts["dropped/late"]
+    long = [k for o in world.outcomes for k in o.batch.groups if int(k.pick.visit.prompt_id[1:]) % 12 == 1]
+    assert late > len(long)
+    assert all(o.batch.version - k.scored.meta.min_version <= 1 for o in world.outcomes for k in o.batch.groups)
+
+
+async def test_oversampling_by_itself_opens_what_the_keep_rate_asks_for():
+    """Two thirds are dropped: three batches are open in the end, and the same visits are trained as without."""
+    runs = {}
+    for oversample in (1.0, Auto.auto):
+        world = World(drop=lambda visit: int(visit.prompt_id[1:]) % 3 > 0)
+        opened = []
+        world.make(replace(SETTINGS, oversample=oversample, num_steps=25))
+        submit = world.submit
+
+        async def noting(visits, world=world, opened=opened, submit=submit):
+            opened.append((world.loop.step, world.loop._ledger.num_open))
+            await submit(visits)
+
+        world.submit = noting
+        assert await world.loop.run() == "done"
+        runs[oversample] = [[pick.visit for pick in batch] for batch in world.batches]
+        most = {step: max(num for at, num in opened if at == step) for step in range(25)}
+        if oversample == 1.0:
+            assert set(most.values()) == {4}
+        else:
+            assert most[0] == 4, "nothing is known of the first step"
+            assert all(9 <= num <= 16 for step, num in most.items() if step > 15)
+    assert runs[1.0] == runs[Auto.auto]
 
 
 async def test_stop_ends_on_whole_steps():
