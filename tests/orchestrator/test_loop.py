@@ -73,7 +73,7 @@ class World:
     async def generate(self, visit):
         version = self.version
         await asyncio.sleep(self.random.random() * 0.01)
-        meta = GroupMeta(visit, "w", 3, (2, 2), (2, 2), 0, version, self.version, 0, 0.0, 0, 0.0)
+        meta = GroupMeta(visit, "w", 3, (2, 2), (2, 2), 0, version, self.version, 0, 0.0, 0, 0.0, ())
         if visit not in self.cancelled:
             self.queue.put_nowait([Finished(meta, Address(None, 0))])
 
@@ -320,7 +320,7 @@ class LongTailed(World):
         if int(visit.prompt_id[1:]) % 12 == 1:
             version = self.version
             await asyncio.sleep(0.06 + 0.06 * self.random.random())
-            meta = GroupMeta(visit, "w", 3, (2, 2), (2, 2), 0, version, self.version, 0, 0.0, 0, 0.0)
+            meta = GroupMeta(visit, "w", 3, (2, 2), (2, 2), 0, version, self.version, 0, 0.0, 0, 0.0, ())
             if visit not in self.cancelled:
                 self.queue.put_nowait([Finished(meta, Address(None, 0))])
         else:
@@ -500,7 +500,7 @@ def test_more_groups_than_a_resumed_run_may_have_open_are_refused_with_both_numb
     ledger = world.make()._ledger
     kept = []
     for pick in keep(ledger, 5):
-        meta = GroupMeta(pick.visit, "w", 3, (2, 2), (2, 2), 0, 0, 0, 0, 0.0, 0, 0.0)
+        meta = GroupMeta(pick.visit, "w", 3, (2, 2), (2, 2), 0, 0, 0, 0, 0.0, 0, 0.0, ())
         kept.append(Kept(pick, Scored(meta, Address(None, 0), (score(1.0), score(0.0)))))
     state = LoopState(waiting=tuple(kept), judged=(), dropped={}, num_picked=0, budget=None)
     arguments = (ledger, (world,) * 5, SELECTIONS["zero_variance"], Waits())
