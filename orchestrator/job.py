@@ -44,6 +44,7 @@ from orchestrator.recorder import Recorder
 from orchestrator.replay import ReplayFleet, ReplayPusher, ReplayScorer, check_length
 from orchestrator.reward_plan import isolation_levels, longest_s
 from orchestrator.run_folder import write_json
+from orchestrator.selftest import SelfTest
 from orchestrator.shared_folder import prove_shared
 from orchestrator.stages import Batch, Finished, LoopState, Scored, StepOutcome
 from orchestrator.turns import Turns, widened
@@ -120,6 +121,7 @@ class Job:
             if resumed.state["evaluation_before"]:
                 self._evaluations[0] = Evaluation.from_json(resumed.state["evaluation_before"])
         self._watch = Watch()
+        self._selftest = SelfTest(config.model.dtype) if config.selftest_lr0 else None
         self._rewards: RayScorer | None = None  # there is none in a replay
         self._loop: Loop | None = None
         self._turns: Turns | None = None  # where engines and learner have the same devices
@@ -281,6 +283,8 @@ class Job:
         self._enter("generate")
         try:
             reason = await loop.run()
+            if self._selftest and reason != "stopped":
+                self.view.line(self._selftest.verdict())
             await self._save()
         except SaveFailed:
             raise
@@ -339,6 +343,8 @@ class Job:
                 metrics |= (await self._evaluate(f"step {step}")).metrics()
         finally:  # whatever fails here: the step is saved, so a resumed run does not write its row again
             self._recorder.metrics(step, self._version, self._pusher.digest, metrics)
+        if self._selftest:
+            self._selftest.check(step, metrics)
         self._warn(step, metrics)
         self.view.step(step, metrics)
         self._enter("generate")
