@@ -75,9 +75,12 @@ def _dataclass(kind: type, value: Any, key: str, root: type) -> Any:
 
 def _convert(kind: Any, value: Any, key: str, field: dataclasses.Field[Any], root: type) -> Any:
     if get_origin(kind) is types.UnionType:
-        if value is None:
+        kinds = get_args(kind)
+        if value is None and type(None) in kinds:
             return None
-        (kind,) = [arg for arg in get_args(kind) if arg is not type(None)]
+        kind, *words = sorted((arg for arg in kinds if arg is not type(None)), key=lambda arg: issubclass(arg, Enum))
+        if words:
+            return _number_or_word(kind, words[0], value, key)
     if kind is Any:
         return value
     if get_origin(kind) is not None:
@@ -89,6 +92,14 @@ def _convert(kind: Any, value: Any, key: str, field: dataclasses.Field[Any], roo
     converted = _scalar(kind, value)
     if converted is None:
         raise ConfigError(f"{key}: {value!r} is not {_NAMES[kind]}; example: {key}={_example(kind, field)}")
+    return converted
+
+
+def _number_or_word(kind: type, words: type[Enum], value: Any, key: str) -> Any:
+    names = [word.value for word in words]
+    converted = words(value) if value in names else _scalar(kind, value)
+    if converted is None:
+        raise ConfigError(f"{key}: {value!r} is neither {_NAMES[kind]} nor {' nor '.join(names)}; example: {key}={names[0]}")
     return converted
 
 

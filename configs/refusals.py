@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Any
 
 from configs.errors import ConfigError
+from configs.lag import correction_in_use
 from configs.schema import Aggregation, Combine, Config, KlFilter, KlKind, KlPlace, KlRatio, Reference
 
 GROUP_RELATIVE = {"grpo", "dr_grpo", "rloo", "mad", "batch_norm", "gdpo", "reinforce_pp_baseline"}
@@ -89,6 +90,7 @@ def _is_truncated(config: Config) -> bool:
     return rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
 
 
+_TRUNCATED = "the engine samples from a truncated distribution, so its log-probabilities are not those of the learner's full one"
 _PER_SEQUENCE = "the mean over a response's tokens is part of the objective"
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -149,8 +151,8 @@ REFUSALS: tuple[Refusal, ...] = (
     # ---- correction ----
     Refusal(
         ("correction.name", "rollout.top_p", "rollout.top_k", "rollout.min_p"),
-        lambda c, _: c.correction.name != "none" and _is_truncated(c),
-        "the engine samples from a truncated distribution, so its log-probabilities are not those of the learner's full one",
+        lambda c, _: c.correction.name not in ("none", "auto") and _is_truncated(c),
+        _TRUNCATED,
         "rollout.top_p=1 rollout.top_k=0 rollout.min_p=0 works, or correction=none",
     ),
     # ---- KL ----
@@ -217,5 +219,12 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c, _: c.advantage.name == "gdpo" and (c.reward.clip_min, c.reward.clip_max) != (None, None),
         "it never looks at the parts' sum, which these bound",
         "reward.clip_min=null with reward.clip_max=null works, the parts' own bounds do too, or advantage=grpo",
+    ),
+    # ---- lag ----
+    Refusal(
+        ("rollout.max_lag", "correction.name", "rollout.top_p", "rollout.top_k", "rollout.min_p"),
+        lambda c, _: c.correction.name == "auto" and correction_in_use(c).name != "none" and _is_truncated(c),
+        f"above lag 0 late tokens are corrected, but {_TRUNCATED}",
+        "rollout.top_p=1 rollout.top_k=0 rollout.min_p=0 works, or correction=none",
     ),
 )

@@ -77,6 +77,16 @@ class OnSwap(Enum):
     finish = "finish"
 
 
+class Late(Enum):
+    correct = "correct"
+    wait = "wait"
+    drop = "drop"
+
+
+class Auto(Enum):
+    auto = "auto"
+
+
 class WhenShort(Enum):
     train = "train"
     carry = "carry"
@@ -235,6 +245,18 @@ class BatchConfig:
 
 
 @dataclass
+class StragglerConfig:
+    """Groups that are trained without their last members. Which these are depends on the clock."""
+
+    after_s: float | None = knob(
+        None,
+        "seconds that all members of a group may run before it is given out without the unfinished ones; without one, never: a run "
+        "with it does not repeat, and learns from short answers first",
+    )
+    min_finished: int = knob(2, "how many members must have finished before that")
+
+
+@dataclass
 class RolloutConfig:
     num_workers: int = knob(1, "rollout workers, one engine each")
     engine: EngineForm = knob(EngineForm.in_process, "form of the engine; `async_core` is written but untested")
@@ -246,14 +268,23 @@ class RolloutConfig:
     min_p: float = knob(0.0, "0 is off")
     seeds: Seeds = knob(Seeds.auto, "a sampling seed for every completion; auto is always on CPU")
     max_lag: int = knob(0, "how many versions ahead of its generation a group may be consumed; 0 is synchronous")
-    max_token_lag: int | None = knob(None, "drop a group with a token older than this many versions")
+    late: Late = knob(
+        Late.correct,
+        "groups with tokens older than `max_lag`: trained all the same (see `correction`), kept from becoming so by a batch that waits for "
+        "visits whose turn it is, or dropped, which loses long answers first",
+    )
+    max_token_lag: int | None = knob(
+        None, "for `late=drop`: versions behind at which a token's group is still trained; without one, `max_lag`"
+    )
     on_swap: OnSwap = knob(OnSwap.recompute, "what happens to running requests when weights are swapped")
     transport: Transport = knob(
         Transport.local,
         "how pushed weights travel: `local` through Ray's object store; between GPUs `nccl`, or `ipc` on one GPU: both written, never run",
     )
-    oversample: float = knob(
-        1.0, "open visits beyond `max_lag`, in batches: above 1 keeps the engines full while a filtered batch fills"
+    oversample: float | Auto = knob(
+        1.0,
+        "open visits beyond `max_lag`, in batches: above 1 keeps the engines full while a filtered batch fills; `auto`: one over the share of "
+        "groups that was kept lately, at most 4",
     )
     max_visits_per_step: int | None = knob(None, "bound on the visits of one step, refills included; without one, 8 batches")
     when_short: WhenShort = knob(
@@ -265,6 +296,7 @@ class RolloutConfig:
     gpu_memory_share: float = knob(0.85, "share of a GPU's memory an engine may take")
     max_model_tokens: int | None = knob(None, "longest prompt plus completion; without one, max_prompt_tokens + max_new_tokens")
     num_threads: int | None = knob(None, "threads of an engine on CPU; without one, set by the plan")
+    straggler: StragglerConfig = knob(StragglerConfig, "groups that are trained without their last members")
     record: bool = knob(False, "whether every kept group is written whole to the run's folder")
     source_run: str | None = knob(
         None, "folder of a run made with `rollout.record=true`: its groups are trained on, and no engine runs"
@@ -506,6 +538,9 @@ class Config:
     input: str | None = knob(None, "JSON lines that `limen score` reads; without one, or with `-`, standard input")
     output: str | None = knob(None, "new file that `limen score` writes; without one, or with `-`, standard output")
     allow_inert: bool = knob(False, "allow a ratio-based algorithm with one optimizer step a batch, where it does nothing")
+    selftest_lr0: bool = knob(
+        False, "a run that must not move: learning rate 0, and it fails where a ratio is not 1 or engine and learner come apart"
+    )
     shuffle_rewards: bool = knob(False, "shuffle scores within each group: a control that must not learn")
     model: ModelConfig = knob(ModelConfig, "the policy")
     data: DataConfig = knob(DataConfig, "prompts")
@@ -517,7 +552,10 @@ class Config:
     weighting: Choice = knob(Choice, "sample weights")
     selection: Choice = knob(lambda: Choice(name="zero_variance"), "which groups are kept")
     token_weighting: Choice = knob(Choice, "token weights")
-    correction: Choice = knob(Choice, "engine and learner mismatch")
+    correction: Choice = knob(
+        lambda: Choice(name="auto"),
+        "engine and learner mismatch, and late tokens; `auto`: `tis_token` where rollout.max_lag is above 0",
+    )
     reward: RewardConfig = knob(RewardConfig, "verifiers")
     serve: ServeConfig = knob(ServeConfig, "`limen serve-reward`")
     evaluation: EvaluationConfig = knob(EvaluationConfig, "held-out prompts")

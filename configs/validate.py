@@ -16,7 +16,19 @@ from configs.errors import ConfigError, did_you_mean
 from configs.paths import BUILT_IN
 from configs.policies import parse_policy
 from configs.refusals import check_combinations
-from configs.schema import Config, Dtype, LastBatch, Placement, RewardConfig, RewardPart, SourceKind, Transport
+from configs.schema import (
+    Auto,
+    Config,
+    Dtype,
+    EngineForm,
+    LastBatch,
+    Late,
+    Placement,
+    RewardConfig,
+    RewardPart,
+    SourceKind,
+    Transport,
+)
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -61,6 +73,8 @@ _BOUNDS: dict[str, tuple[float, bool, float | None]] = {
     "rollout.max_lag": _FROM_0,
     "rollout.max_token_lag": _FROM_0,
     "rollout.oversample": _FROM_1,
+    "rollout.straggler.after_s": _ABOVE_0,
+    "rollout.straggler.min_finished": _FROM_1,
     "rollout.max_visits_per_step": _FROM_1,
     "rollout.max_running": _FROM_1,
     "rollout.cache_gib": _ABOVE_0,
@@ -143,9 +157,9 @@ def _check_bounds(config: Config, bounded: str, low: float, inclusive: bool, hig
 
 
 def _values(value: Any, key: str, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """What stands under a dotted key and is set; ``NAME`` in it is every name of a map."""
+    """What stands under a dotted key and is set to a number; ``NAME`` in it is every name of a map."""
     if not names:
-        if value is not None:
+        if value is not None and not isinstance(value, Auto):
             yield key.removeprefix("."), value
     elif isinstance(value, Mapping):
         for name, item in value.items():
@@ -187,10 +201,16 @@ def _check_rollout(config: Config) -> None:
             f"data.last_batch=keep, rollout.max_lag={rollout.max_lag}: above lag 0 a batch has no epoch of its own to end with; "
             "data.last_batch=wrap or drop works, or rollout.max_lag=0"
         )
-    if rollout.max_lag > 0 and rollout.oversample > 1:
+    if rollout.max_lag > 0 and rollout.oversample != 1:
+        asked = "auto" if isinstance(rollout.oversample, Auto) else f"{rollout.oversample:g}"
         raise ConfigError(
-            f"rollout.oversample={rollout.oversample:g}, rollout.max_lag={rollout.max_lag}: above lag 0 every dropped group makes room "
+            f"rollout.oversample={asked}, rollout.max_lag={rollout.max_lag}: above lag 0 every dropped group makes room "
             "at once and the engines stay full, so more open visits only make tokens older than max_lag; rollout.oversample=1 works"
+        )
+    if rollout.max_token_lag is not None and rollout.late is not Late.drop:
+        raise ConfigError(
+            f"rollout.max_token_lag={rollout.max_token_lag}, rollout.late={rollout.late.value}: it bounds what late=drop trains; "
+            "rollout.late=drop works, or rollout.max_token_lag=null"
         )
     if rollout.transport is Transport.ipc and rollout.num_workers > 1:
         raise ConfigError(
@@ -211,6 +231,41 @@ def _check_rollout(config: Config) -> None:
         groups = config.batch.groups_per_step
         raise ConfigError(
             f"rollout.max_visits_per_step={bound} can never fill batch.groups_per_step={groups}; {groups} or more works"
+        )
+
+
+def _check_straggler(config: Config) -> None:
+    rollout, size = config.rollout, config.batch.group_size
+    straggler = rollout.straggler
+    if straggler.after_s is None:
+        return
+    if straggler.min_finished >= size:
+        raise ConfigError(
+            f"rollout.straggler.min_finished={straggler.min_finished}, batch.group_size={size}: a group that has so many has them all; "
+            + (f"rollout.straggler.min_finished={size - 1} works" if size > 1 else "rollout.straggler.after_s=null works")
+        )
+    if rollout.engine is not EngineForm.in_process:
+        raise ConfigError(
+            f"rollout.straggler.after_s={straggler.after_s:g}, rollout.engine={rollout.engine.value}: only the step loop gives out a group "
+            "without its last members; rollout.engine=in_process works, or rollout.straggler.after_s=null"
+        )
+    if rollout.source_run is not None:
+        raise ConfigError(
+            f"rollout.straggler.after_s={straggler.after_s:g}, rollout.source_run is set: a replay waits for nobody; "
+            "rollout.straggler.after_s=null works"
+        )
+
+
+def _check_selftest(config: Config) -> None:
+    rate = config.learner.optimizer.learning_rate
+    if config.selftest_lr0 and rate > 0:
+        raise ConfigError(
+            f"selftest_lr0=true, learner.optimizer.learning_rate={rate:g}: its run must not move; learner.optimizer.learning_rate=0 works, "
+            "or selftest_lr0=false"
+        )
+    if config.selftest_lr0 and config.rollout.source_run is not None:
+        raise ConfigError(
+            "selftest_lr0=true, rollout.source_run is set: a replay has no engine to compare the learner with; rollout.source_run=null works"
         )
 
 
@@ -392,6 +447,8 @@ _CHECKS: tuple[Callable[[Config], None], ...] = (
     _check_length,
     _check_batch,
     _check_rollout,
+    _check_straggler,
+    _check_selftest,
     _check_colocated,
     _check_learner,
     _check_model,

@@ -31,7 +31,7 @@ from learner.metric_sums import MetricSums, collect_sums
 from learner.model import ModelError, frozen_copy, load_model
 from learner.objective import Objective
 from learner.prepare import Rank, loss_tokens, prepare_batch
-from learner.samples import Gap, Inputs, MicroBatch, packed_tensors
+from learner.samples import Gap, Inputs, MicroBatch, lag_name, packed_tensors
 from learner.saving import export_model, force_to_disk, load_state, save_state
 from learner.spec import LearnerSpec, RolloutBatch
 from learner.stopwatch import Stopwatch
@@ -270,6 +270,13 @@ class Learner:
 
 
 def _mismatch(micro: MicroBatch, tokens: LossTokens) -> MetricSums:
-    """Engine and learner apart: of the same version it is numerics, of an older one lag, of mixed tokens stale keys and values."""
+    """Engine and learner apart: of the same version it is numerics, of an older one lag, of mixed tokens stale keys and values; the last
+    two by how many versions they are behind as well."""
     difference = (tokens.old_logp - tokens.roll_logp).abs()
-    return collect_sums({f"mismatch/{gap.name.lower()}": (difference, micro.gap == gap) for gap in Gap}, {})
+    of = {gap: micro.gap == gap for gap in Gap}
+    means = {f"mismatch/{gap.name.lower()}": (difference, mask) for gap, mask in of.items()}
+    for lag in micro.lags:
+        behind = micro.lag == lag
+        for gap in (Gap.OLDER_VERSION, Gap.MIXED):
+            means[f"mismatch/{gap.name.lower()}_{lag_name(lag)}"] = (difference, behind & of[gap])
+    return collect_sums(means, {})

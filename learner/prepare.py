@@ -35,6 +35,7 @@ from learner.samples import (
     cut_steps,
     engine_tokens,
     first_places,
+    lag_name,
     list_samples,
     pack,
     tabulate,
@@ -183,6 +184,8 @@ class _Known:
             behave_step=tokens(self.behave_step),
             group=owners(self.table.group),
             gap=tokens(self.engine.gap),
+            lag=tokens(self.engine.lag),
+            lags=tuple(self.engine.lag[inputs.places].unique().tolist()),
             num_responses=float(self.num_responses[inputs.owners[0]]),
         )
 
@@ -261,6 +264,8 @@ def _metrics(
     trained = torch.zeros(len(samples), dtype=torch.bool)
     trained[list(chosen)] = True
     of_trained = trained[known.owner]
+    by_lag = known.engine.lag[of_trained].bincount().tolist()
+    metrics |= {f"stale/frac_{lag_name(lag)}": num / sum(by_lag) for lag, num in enumerate(by_lag) if num}
     metrics["stale/updates"] = num_steps - float(known.behave_step[of_trained].double().mean())
     if known.table.kl is not None:
         metrics["kl/in_reward"] = float(known.table.sum_tokens(known.table.kl)[known.table.valid].mean())

@@ -23,6 +23,8 @@ from learner.advantages import Samples
 from learner.batching import PackedRows, Row, RowCost, cut_mini_batches, pack_rows, plan_micro_batches
 from rollout.records import Completion, Finish, Score, ScoredGroup, Status
 
+MOST_LAG = 8  # versions behind that are told apart; more count as so many
+
 
 class Gap(IntEnum):
     """How a token's weights stand to the learner's."""
@@ -30,6 +32,11 @@ class Gap(IntEnum):
     SAME_VERSION = 0
     OLDER_VERSION = 1
     MIXED = 2  # new weights over older keys and values
+
+
+def lag_name(lag: int) -> str:
+    """Of tokens that are so many versions behind, in the names of metrics."""
+    return f"lag_{lag}" + ("_or_more" if lag == MOST_LAG else "")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,20 +126,21 @@ class EngineTokens:
     roll_logp: Tensor  # float32 [N]
     gap: Tensor  # int64 [N], Gap
     version: Tensor  # int64 [N], the weights that made it
+    lag: Tensor  # int64 [N], versions that these are behind the learner's; 0 in a replay, where they may be ahead; at most MOST_LAG
 
 
 def engine_tokens(samples: Sequence[Sample], version: int) -> EngineTokens:
     """Of all loss tokens; ``version`` is the learner's as it trains them."""
     if not samples:
         nothing = torch.zeros(0, dtype=torch.int64)
-        return EngineTokens(torch.zeros(0), nothing, nothing)
+        return EngineTokens(torch.zeros(0), nothing, nothing, nothing)
     completions = [sample.completion for sample in samples]
     mask = np.concatenate([c.loss_mask for c in completions])
     versions = np.concatenate([c.versions for c in completions])[mask].astype(np.int64)
     mixed = np.concatenate([c.mixed for c in completions])[mask]
     gap = np.where(mixed, Gap.MIXED, np.where(versions < version, Gap.OLDER_VERSION, Gap.SAME_VERSION))
     roll_logp = np.concatenate([c.roll_logp for c in completions])[mask]
-    return EngineTokens(*map(torch.from_numpy, (roll_logp, gap, versions)))
+    return EngineTokens(*map(torch.from_numpy, (roll_logp, gap, versions, np.clip(version - versions, 0, MOST_LAG))))
 
 
 # ---- who trains what when -------------------------------------------------------------------------------------------
@@ -240,7 +248,7 @@ def packed_tensors(packed: PackedRows, device: torch.device) -> tuple[Tensor, Te
 
 @dataclass(slots=True, eq=False)
 class MicroBatch:
-    """One forward and backward, ready to train. [T], float32 but for ``group`` and ``gap``."""
+    """One forward and backward, ready to train. [T], float32 but for ``group``, ``gap`` and ``lag``."""
 
     inputs: Inputs
     advantage: Tensor
@@ -254,4 +262,6 @@ class MicroBatch:
     behave_step: Tensor  # optimizer steps taken when the token was made
     group: Tensor
     gap: Tensor
+    lag: Tensor
+    lags: tuple[int, ...]  # that occur in it
     num_responses: float  # of the optimizer step, over all ranks

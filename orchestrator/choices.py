@@ -13,6 +13,7 @@ import torch
 
 from configs.errors import ConfigError
 from configs.functions import check_params, resolve_function
+from configs.lag import correction_in_use
 from configs.refusals import Facts, check_combinations
 from configs.schema import Config
 from learner.advantages import ADVANTAGES, Samples, estimate, is_group_relative, is_per_token
@@ -33,7 +34,8 @@ def check_functions(config: Config) -> None:
     weighting = _chosen("weighting", config.weighting.name, config.weighting.params, WEIGHTINGS)
     token_weighting = _chosen("token_weighting", config.token_weighting.name, config.token_weighting.params, TOKEN_WEIGHTINGS)
     _chosen("selection", config.selection.name, config.selection.params, SELECTIONS)
-    correction = _chosen("correction", config.correction.name, config.correction.params, CORRECTIONS)
+    corrects = correction_in_use(config)
+    correction = _chosen("correction", corrects.name, corrects.params, CORRECTIONS)
     for name, part in config.reward.parts.items():
         load_verifier(name, part)
     facts = Facts(
@@ -42,15 +44,15 @@ def check_functions(config: Config) -> None:
     check_combinations(config, facts)
     refuse_missing_fields(surrogate, "algorithm", config.algorithm.name)
     refuse_missing_fields(token_weighting, "token_weighting", config.token_weighting.name)
-    refuse_missing_fields(correction, "correction", config.correction.name)
+    refuse_missing_fields(correction, "correction", corrects.name)
     if config.algorithm.name in SURROGATES:
         _try_values("algorithm", lambda: surrogate(no_tokens(), **config.algorithm.params))
     if config.advantage.name in ADVANTAGES:
         _try_values("advantage", lambda: estimate(advantage, _no_samples(), config.advantage.params))
     if config.weighting.name in WEIGHTINGS:
         _try_values("weighting", lambda: weigh_samples(weighting, _no_samples(), torch.zeros(0), config.weighting.params))
-    if config.correction.name in CORRECTIONS:
-        _try_values("correction", lambda: correction(no_tokens(), **config.correction.params))
+    if corrects.name in CORRECTIONS:
+        _try_values("correction", lambda: correction(no_tokens(), **corrects.params))
     if config.token_weighting.name in TOKEN_WEIGHTINGS:
         _try_values("token_weighting", lambda: token_weighting(no_tokens(), **config.token_weighting.params))
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from configs.errors import ConfigError
 from configs.functions import check_params, resolve_function
+from configs.lag import correction_in_use
 from configs.refusals import Facts, refused
 from configs.schema import Aggregation, Choice, Config, KlFilter, KlKind, KlPlace, KlRatio
 from learner.advantages import ADVANTAGES, is_group_relative, is_per_token
@@ -78,7 +79,7 @@ def chosen_parts(config: Config) -> dict[str, Part]:
         ("selection", "", config.selection, SELECTIONS),
         ("advantage", "A", config.advantage, ADVANTAGES),
         ("weighting", "W", config.weighting, WEIGHTINGS),
-        ("correction", "omega", config.correction, CORRECTIONS),
+        ("correction", "omega", correction_in_use(config), CORRECTIONS),
         ("token_weighting", "v", config.token_weighting, TOKEN_WEIGHTINGS),
         ("algorithm", "w", surrogate, SURROGATES),
     ]
@@ -186,6 +187,8 @@ def _pipeline(config: Config, parts: Mapping[str, Part]) -> list[str]:
     masked = ["truncated completions out"] if config.algorithm.mask_truncated else []
     prepare = [*in_reward, *masked, _named(parts["advantage"]), _named(parts["weighting"]) + ", mean 1"]
     tokens = [_named(parts[key]) for key in ("correction", "token_weighting", "algorithm")]
+    if config.correction.name == "auto":
+        tokens[0] += f" (auto, at rollout.max_lag={config.rollout.max_lag})"
     old = "old_logp is the learner's own, from before the update" if steps > 1 else "one optimizer step a batch: r is exactly 1"
     if parts["correction"].choice.name == "bypass":
         old = "the engine's log-probabilities stand in for old_logp"

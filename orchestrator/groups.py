@@ -40,6 +40,7 @@ def group_json(pick: Pick, scores: Sequence[Score], group: Group) -> dict[str, A
         "visit": group.visit.number,
         "worker": group.worker,
         "time_s": group.time_s,
+        "unfinished": list(group.unfinished),
         "prompt_token_ids": group.prompt_token_ids.tolist(),
         "completions": [
             {
@@ -62,7 +63,8 @@ def read_group(row: Mapping[str, Any]) -> tuple[Pick, tuple[Score, ...], Group]:
     """What ``group_json`` was given."""
     visit = Visit(row["prompt_id"], row["visit"], Purpose.TRAIN)
     completions = tuple(_read_completion(c) for c in row["completions"])
-    group = Group(visit, np.array(row["prompt_token_ids"], dtype=np.int32), completions, row["worker"], row["time_s"])
+    prompt = np.array(row["prompt_token_ids"], dtype=np.int32)
+    group = Group(visit, prompt, completions, row["worker"], row["time_s"], tuple(row["unfinished"]))
     return Pick(row["order"], visit), tuple(_read_score(c["score"]) for c in row["completions"]), group
 
 

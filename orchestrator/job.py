@@ -20,7 +20,8 @@ from ray.exceptions import RayError, RayTaskError
 from configs.compose import dump_config
 from configs.errors import ConfigError
 from configs.functions import resolve_function
-from configs.schema import Config, OnSwap, Placement
+from configs.lag import oldest_token
+from configs.schema import Config, Late, OnSwap, Placement
 from learner.selection import SELECTIONS, Decision
 from orchestrator import material
 from orchestrator.alarms import Watch, feed
@@ -43,6 +44,7 @@ from orchestrator.recorder import Recorder
 from orchestrator.replay import ReplayFleet, ReplayPusher, ReplayScorer, check_length
 from orchestrator.reward_plan import isolation_levels, longest_s
 from orchestrator.run_folder import write_json
+from orchestrator.selftest import SelfTest
 from orchestrator.shared_folder import prove_shared
 from orchestrator.stages import Batch, Finished, LoopState, Scored, StepOutcome
 from orchestrator.turns import Turns, widened
@@ -119,6 +121,7 @@ class Job:
             if resumed.state["evaluation_before"]:
                 self._evaluations[0] = Evaluation.from_json(resumed.state["evaluation_before"])
         self._watch = Watch()
+        self._selftest = SelfTest(config.model.dtype) if config.selftest_lr0 else None
         self._rewards: RayScorer | None = None  # there is none in a replay
         self._loop: Loop | None = None
         self._turns: Turns | None = None  # where engines and learner have the same devices
@@ -280,6 +283,8 @@ class Job:
         self._enter("generate")
         try:
             reason = await loop.run()
+            if self._selftest and reason != "stopped":
+                self.view.line(self._selftest.verdict())
             await self._save()
         except SaveFailed:
             raise
@@ -308,7 +313,8 @@ class Job:
             oversample=config.rollout.oversample,
             max_visits_per_step=config.rollout.max_visits_per_step or DEFAULT_BATCHES_PER_STEP * config.batch.groups_per_step,
             when_short=config.rollout.when_short,
-            max_token_lag=config.rollout.max_token_lag,
+            late=config.rollout.late,
+            max_token_lag=oldest_token(config.rollout) if config.rollout.late is Late.drop else None,
             max_failed_share=config.reward.max_failed_share,
             num_steps=self.num_steps,
             verifiers_s=functools.partial(longest_s, config.reward),
@@ -337,6 +343,8 @@ class Job:
                 metrics |= (await self._evaluate(f"step {step}")).metrics()
         finally:  # whatever fails here: the step is saved, so a resumed run does not write its row again
             self._recorder.metrics(step, self._version, self._pusher.digest, metrics)
+        if self._selftest:
+            self._selftest.check(step, metrics)
         self._warn(step, metrics)
         self.view.step(step, metrics)
         self._enter("generate")

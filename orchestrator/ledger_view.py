@@ -56,7 +56,7 @@ def report(run: Path) -> list[str]:
     """The lines that are printed."""
     events, rows = (list(read_rows(run / f"{name}.jsonl")) for name in ("events", "metrics"))
     if not (run / "config.yaml").is_file() and not events:
-        raise ConfigError(f"{run}: is not the folder of a run")
+        raise ConfigError(f"{run}: is not the folder of a run; name one that `limen train` printed as `run folder`")
     saved = _saved(run)
     past = history(rows, max((event.get("incarnation", 0) for event in events), default=0), saved.step if saved else 0)
     later = [row for row in past.standing if saved is None or row["step"] > saved.step]

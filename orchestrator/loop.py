@@ -13,7 +13,8 @@
 
 A visit is *open* from its pick until it is dropped, or until the step that trained it has its version proven. Never more than
 ``(max_lag + oversample) * groups_per_step`` are open, so at ``max_lag: 0`` nothing is generated between a full batch and the
-end of the push: the synchronous mode is a lag of 0, not another loop.
+end of the push: the synchronous mode is a lag of 0, not another loop. Above it a visit that others overtake can be trained later than
+``max_lag`` versions after it was asked: ``late`` says whether it is (correct), the batch waits for it in time (wait), or it is dropped.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from configs.errors import ConfigError
-from configs.schema import DeadlinesConfig, WhenShort
+from configs.schema import Auto, DeadlinesConfig, Late, WhenShort
 from learner.selection import Decision
+from orchestrator.admission import KeepRate, leaves_late, most_open
 from orchestrator.errors import RunStopped
 from orchestrator.failures import over_budget
 from orchestrator.handles import Fleet, LearnerHandle, Lost, Observer, Pusher, Scorer
@@ -43,19 +45,15 @@ from rollout.records import Consequence, GroupMeta, Score, Visit
 class LoopSettings:
     groups_per_step: int
     max_lag: int
-    oversample: float
+    oversample: float | Auto
     max_visits_per_step: int
     when_short: WhenShort
-    max_token_lag: int | None
+    late: Late
+    max_token_lag: int | None  # set where late groups are dropped
     max_failed_share: float
     num_steps: int
     verifiers_s: Callable[[int], float]  # longest that so many completions may take in the reward pool
     deadlines: DeadlinesConfig
-
-
-def most_open(settings: LoopSettings) -> int:
-    """How many visits may be open at once."""
-    return int((settings.max_lag + settings.oversample) * settings.groups_per_step)
 
 
 class Asked(NamedTuple):
@@ -99,17 +97,20 @@ class Loop:
         self._progress = asyncio.Event()  # a group came in, was kept or dropped, or the run is to stop
         self._stopping = False
         self._filling = False
+        self._keep_rate = KeepRate()
         self._in_hand: list[Kept] = []  # the batch, from when it is full until it is trained and its version proven
         self._begin_step()
         if state is not None:
             self._take_up(state)
         if ledger.num_open != len(self._buffer):
             raise ValueError(f"{ledger.num_open} visits are open at the start, but {len(self._buffer)} groups are at hand")
-        if ledger.num_open > most_open(settings):
+        bound = most_open(settings.max_lag, settings.oversample, settings.groups_per_step)
+        if ledger.num_open > bound:
+            oversample = "auto" if isinstance(settings.oversample, Auto) else f"{settings.oversample:g}"
             raise ConfigError(
                 f"resume: {ledger.num_open} groups of the checkpoint wait to be trained, but (rollout.max_lag={settings.max_lag} + "
-                f"rollout.oversample={settings.oversample:g}) * batch.groups_per_step={settings.groups_per_step} allows "
-                f"{most_open(settings)}; resume with the values the run was started with"
+                f"rollout.oversample={oversample}) * batch.groups_per_step={settings.groups_per_step} allows "
+                f"{bound}; resume with the values the run was started with"
             )
 
     def state(self) -> LoopState:
@@ -168,6 +169,8 @@ class Loop:
         return None
 
     def _close_step(self, version: int) -> None:
+        num_kept = sum(judged.reason is None for judged in self._judged.values())
+        self._keep_rate = self._keep_rate.after(num_kept, len(self._judged))
         for entry in self._ledger.close_step(version):
             visit = entry.pick.visit
             fields = {"prompt_id": visit.prompt_id, "visit": visit.number, "order": entry.pick.order, "state": entry.state}
@@ -182,7 +185,9 @@ class Loop:
     # ---- produce ----------------------------------------------------------------------------------------------------
 
     def _room(self) -> int:
-        bound = most_open(self._settings)
+        asked = self._settings.oversample
+        oversample = self._keep_rate.oversample if isinstance(asked, Auto) else asked
+        bound = most_open(self._settings.max_lag, oversample, self._settings.groups_per_step)
         if self._ledger.num_open > bound:
             raise AssertionError(f"{self._ledger.num_open} visits are open, the bound is {bound}")
         left = self._settings.max_visits_per_step - self._num_picked
@@ -311,7 +316,7 @@ class Loop:
             self._progress.clear()
             self._drop_late()
             ready = self._ready()
-            if len(ready) == self._settings.groups_per_step:
+            if len(ready) == self._settings.groups_per_step and not self._would_leave_late(ready):
                 return await self._take(ready)
             if not self._running and self._room() == 0:
                 return await self._short(ready)
@@ -331,12 +336,28 @@ class Loop:
         return []
 
     def _ready(self) -> list[Kept]:
-        """At lag 0 the first kept visits in pick order, whatever finished first; above it those that are there."""
+        """In pick order: at lag 0 the first kept visits, whatever finished first; above it the first of those that are there, or of the
+        oldest of these where the batch waits so that none becomes late."""
         orders = sorted(self._buffer)
+        if self._settings.late is Late.wait:
+            by_age = sorted(orders, key=lambda order: self._buffer[order].scored.meta.min_version)
+            orders = sorted(by_age[: self._settings.groups_per_step])
         if self._settings.max_lag == 0 and self._running:
             first_running = min(asked.pick.order for asked in self._running.values())
             orders = [order for order in orders if order < first_running]
         return [self._buffer[order] for order in orders[: self._settings.groups_per_step]]
+
+    def _would_leave_late(self, groups: list[Kept]) -> bool:
+        if self._settings.late is not Late.wait:
+            return False
+        taken = {kept.pick.order for kept in groups}
+        return leaves_late(
+            [asked.version for asked in self._running.values()],
+            [kept.scored.meta.min_version for order, kept in self._buffer.items() if order not in taken],
+            version=self.version,
+            max_lag=self._settings.max_lag,
+            groups_per_step=self._settings.groups_per_step,
+        )
 
     async def _take(self, groups: list[Kept]) -> list[Kept]:
         self._check_verifiers()

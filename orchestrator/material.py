@@ -15,10 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from configs.errors import ConfigError
+from configs.lag import correction_in_use
 from configs.schema import Config, Placement, RolloutConfig, Seeds, Transport
 from learner.warm_start import base_model_path
 from orchestrator.replay import Record, check_source, open_record
-from rollout.engine import GroupRequest, OnSwap, Sampling
+from rollout.engine import GroupRequest, OnSwap, Sampling, Straggler
 from rollout.prompts import PromptSet, load_prompts, render
 from rollout.records import Prompt, Purpose, Visit, sampling_seed
 from rollout.sources import Row
@@ -135,12 +136,15 @@ def request_maker(config: Config, material: Material) -> Callable[[Visit], Group
     default, where a seed a request is costly in the sampler."""
     trust = config.model.trust_remote_code
     sampling = make_sampling(config.rollout, stop_token_ids(material.tokenizer, material.model_path, trust_remote_code=trust))
+    late = config.rollout.straggler
+    straggler = None if late.after_s is None else Straggler(late.after_s, late.min_finished)
     seeded = config.rollout.seeds is Seeds.always or (config.rollout.seeds is Seeds.auto and material.num_gpus == 0)
 
     def request(visit: Visit) -> GroupRequest:
         size = config.evaluation.num_samples if visit.purpose is Purpose.EVAL else config.batch.group_size
         seeds = tuple(sampling_seed(config.seed, visit, index) for index in range(size)) if seeded else None
-        return GroupRequest(visit, material.by_id[visit.prompt_id].token_ids, seeds, size, sampling)
+        rule = straggler if visit.purpose is Purpose.TRAIN else None
+        return GroupRequest(visit, material.by_id[visit.prompt_id].token_ids, seeds, size, sampling, rule)
 
     return request
 
@@ -191,7 +195,7 @@ def learner_spec(config: Config, model_path: str, *, total_optimizer_steps: int)
         "advantage": config.advantage,
         "weighting": config.weighting,
         "token_weighting": config.token_weighting,
-        "correction": config.correction,
+        "correction": correction_in_use(config),
         "part_weights": {name: part.weight for name, part in config.reward.parts.items()},
         "model_path": model_path,
         "temperature": config.rollout.temperature,

@@ -37,7 +37,7 @@ def step_metrics(outcome: StepOutcome, prompts: Mapping[str, Prompt]) -> dict[st
             "len/mean": fmean(lengths),
             "len/p95": float(np.percentile(lengths, 95)),
             "len/trunc_frac": truncated / len(lengths),
-            "rep/ratio20": fmean(scored.meta.repeated_share for scored in seen),  # groups are of one size
+            "rep/ratio20": sum(scored.meta.repeated_share * scored.meta.num_finished for scored in seen) / len(lengths),
             "rep/max_freq20": max(scored.meta.max_repeats for scored in seen),
         }
     if rates:
@@ -50,6 +50,7 @@ def step_metrics(outcome: StepOutcome, prompts: Mapping[str, Prompt]) -> dict[st
         metrics |= {f"group/pass_hist_{i}": n for i, n in enumerate(_histogram(rates))}
     metrics |= {f"pass_rate/{stratum}": rate for stratum, rate in pass_rates_by_stratum(seen, prompts).items()}
     metrics |= {_drop_name(reason): n for reason, n in sorted(outcome.dropped.items())}
+    metrics |= _straggler_metrics(seen)
     statuses = status_counts(seen)
     metrics |= {f"verifier/{status}": statuses[status] for status in Status}
     metrics |= _verifier_metrics([score for scored in seen for score in scored.scores])
@@ -57,6 +58,21 @@ def step_metrics(outcome: StepOutcome, prompts: Mapping[str, Prompt]) -> dict[st
         lags = [batch.version - kept.scored.meta.min_version for kept in batch.groups]
         metrics |= {"stale/versions": fmean(lags), "stale/max_versions": max(lags)}
     return metrics | _throughput(outcome, sum(lengths))
+
+
+def _straggler_metrics(seen: Sequence[Scored]) -> dict[str, float]:
+    """Of the groups that were given out without their last members, how long these had become, against the members that ended. Who is
+    missing depends on the clock."""
+    cut = [scored.meta for scored in seen if scored.meta.unfinished]
+    if not cut:
+        return {}
+    missing = [n for meta in cut for n in meta.unfinished]
+    return {
+        "time/straggler_num_groups": len(cut),
+        "time/straggler_num_missing": len(missing),
+        "time/straggler_len_missing": fmean(missing),
+        "time/straggler_len_finished": fmean(n for meta in cut for n in meta.num_tokens),
+    }
 
 
 def _verifier_metrics(scores: Sequence[Score]) -> dict[str, float]:

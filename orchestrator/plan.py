@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import psutil
 
 from configs.errors import InputError
+from configs.lag import correction_in_use, oldest_token
 from configs.schema import Config, SourceKind
+from orchestrator.admission import most_open
 from orchestrator.changes import smallest_change
 from orchestrator.doctor import command_output
 from orchestrator.fitting import COUNTS, Fit, Here, Machines, Nodes, fit, gib, has_default_counts
@@ -141,7 +143,7 @@ def _batch(config: Config, num_rows: int | None) -> BatchPlan:
         micro_batches=-(-of_a_rank // rows),
         steps=steps,
         epochs=epochs,
-        open_bound=int((rollout.max_lag + rollout.oversample) * batch.groups_per_step),
+        open_bound=most_open(rollout.max_lag, rollout.oversample, batch.groups_per_step),
     )
 
 
@@ -212,6 +214,7 @@ def describe(made: Plan) -> Iterator[str]:
     yield "staleness"
     yield _row("open visits", f"at most (max_lag + oversample) x groups_per_step = {made.batch.open_bound}")
     yield _row("versions a group is behind", _gap(config))
+    yield _row("correction of late tokens", _correction(config))
     yield ""
     yield f"threads on CPU ({machines.cpus} cores): {made.threads}"
 
@@ -280,8 +283,18 @@ def _gap(config: Config) -> str:
     rollout = config.rollout
     if rollout.max_lag == 0:
         return "0: what is trained was made by the weights it meets"
-    late = "no bound for one that others overtake" if rollout.max_token_lag is None else f"{rollout.max_token_lag} for any token"
-    return f"at most {rollout.max_lag} for one that is trained in its turn; {late}"
+    oldest = oldest_token(rollout)
+    late = "no bound for one that others overtake" if oldest is None else f"{oldest} for any token"
+    return f"at most {rollout.max_lag} for one that is trained in its turn; {late} (rollout.late={rollout.late.value})"
+
+
+def _correction(config: Config) -> str:
+    chosen = correction_in_use(config)
+    params = ", ".join(f"{name}={value}" for name, value in chosen.params.items())
+    text = chosen.name + (f" ({params})" if params else "")
+    if chosen is config.correction:
+        return text
+    return f"{text}, since rollout.max_lag is {'above 0; correction=none turns it off' if config.rollout.max_lag else 0}"
 
 
 def _size(num_bytes: int) -> str:

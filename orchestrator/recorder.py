@@ -61,9 +61,10 @@ class Recorder:
                 visit = scored.meta.visit
                 where = {"step": outcome.batch.step, "visit": visit.number, "index": index}
                 self._worst.add(visit.prompt_id, score, where)
+        num_in_step = sum(len(scored.scores) for scored in outcome.seen)
         for scored, index in self._choose(outcome.seen, outcome.batch.step):
             group: Group = (await scored.address.parcel)[scored.address.place]
-            row = self._sample(outcome.batch.step, group, scored.scores[index], index, len(outcome.seen) * len(group.completions))
+            row = self._sample(outcome.batch.step, group, scored.scores[index], index, num_in_step)
             if not self._samples.write(row):
                 break
         if self._record and outcome.batch.groups:

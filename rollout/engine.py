@@ -60,6 +60,14 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Straggler:
+    """When a group is given out without its last members, which are cancelled."""
+
+    after_s: float  # since the last of its members was admitted
+    min_finished: int  # so many members have ended, at least
+
+
+@dataclass(frozen=True, slots=True)
 class GroupRequest:
     """One visit asked of an engine."""
 
@@ -68,6 +76,7 @@ class GroupRequest:
     seeds: tuple[int, ...] | None  # one a completion, or None for unseeded sampling
     group_size: int
     sampling: Sampling
+    straggler: Straggler | None  # None: it is given out whole
 
 
 @dataclass(frozen=True, slots=True)

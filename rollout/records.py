@@ -113,13 +113,14 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The completions of one visit, in the order of their index."""
+    """The completions of one visit, in the order of their index. Members that were left out for taking too long have no completion."""
 
     visit: Visit
     prompt_token_ids: NDArray[np.int32]
     completions: tuple[Completion, ...]
     worker: str  # name of the rollout worker that made it
     time_s: float  # from submission to the last token
+    unfinished: tuple[int, ...]  # of each member left out: the tokens it had when it was cancelled
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,12 @@ class GroupMeta:
     repeated_share: float  # ``repetition`` of the texts: mean of the shares
     max_repeats: int  # and the largest count
     time_s: float
+    unfinished: tuple[int, ...]  # of each member left out: the tokens it had when it was cancelled
+
+    @property
+    def num_finished(self) -> int:
+        """Members that the group was trained with: all of them, or those that had finished when the others were cancelled."""
+        return len(self.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +193,7 @@ def describe_group(group: Group) -> GroupMeta:
         repeated_share=fmean(shares),
         max_repeats=max(counts),
         time_s=group.time_s,
+        unfinished=group.unfinished,
     )
 
 

@@ -117,15 +117,23 @@ class _Running:
 class _OpenGroup:
     """A visit from its submission until its last completion ends."""
 
-    __slots__ = ("completions", "num_left", "prompt", "request", "submitted", "time_s")
+    __slots__ = ("admitted", "completions", "num_left", "num_queued", "prompt", "request", "submitted", "time_s", "unfinished")
 
     def __init__(self, request: GroupRequest, keys: itertools.count[int]) -> None:
         self.request = request
         self.prompt: list[int] = request.prompt_token_ids.tolist()
         self.completions = [_Running(next(keys), self, index) for index in range(request.group_size)]
-        self.num_left = request.group_size
-        self.submitted = time.monotonic()
+        self.num_left = self.num_queued = request.group_size
+        self.unfinished: tuple[int, ...] = ()
+        self.submitted = self.admitted = time.monotonic()  # admitted: the last of its completions
         self.time_s = 0.0
+
+    def is_late(self, now: float) -> bool:
+        """Whether it is to be given out without the completions that have not ended."""
+        rule = self.request.straggler
+        if rule is None or self.num_queued or now - self.admitted < rule.after_s:
+            return False
+        return self.request.group_size - self.num_left >= rule.min_finished
 
 
 class _Swap(NamedTuple):
@@ -294,7 +302,9 @@ class SteppingEngine:
                 )
             )
         request = group.request
-        return Group(request.visit, request.prompt_token_ids, tuple(completions), self._name, group.time_s)
+        return Group(
+            request.visit, request.prompt_token_ids, tuple(completions), self._name, group.time_s, unfinished=group.unfinished
+        )
 
     # ---- the loop's thread -------------------------------------------------------------------------------------------
 
@@ -341,6 +351,7 @@ class SteppingEngine:
             self._take(self._stepper.step())
             self._num_steps += 1
             self._last_step = time.monotonic()
+            self._cut_stragglers(self._last_step)
         if self._pending_swap is not None and not self._live:
             swap, self._pending_swap = self._pending_swap, None
             self._execute(swap.answer, lambda: self._swap(swap))
@@ -361,6 +372,8 @@ class SteppingEngine:
             one = self._queue.popleft()
             one.marks.append((0, self._version, False))
             self._live[one.key] = one
+            one.group.num_queued -= 1
+            one.group.admitted = time.monotonic()
             admitted.append(one)
         return admitted
 
@@ -384,14 +397,31 @@ class SteppingEngine:
                 one.finish = finish
                 one.group.num_left -= 1
                 if one.group.num_left == 0:
-                    one.group.time_s = time.monotonic() - one.group.submitted
                     finished.append(one.group)
         if finished:
-            with self._grouped:
-                for group in finished:
-                    del self._open[group.request.visit]
-                (self._held if self._paused else self._ready).extend(finished)
-                self._grouped.notify_all()
+            self._give_out(finished)
+
+    def _give_out(self, groups: list[_OpenGroup]) -> None:
+        now = time.monotonic()
+        with self._grouped:
+            for group in groups:
+                group.time_s = now - group.submitted
+                del self._open[group.request.visit]
+            (self._held if self._paused else self._ready).extend(groups)
+            self._grouped.notify_all()
+
+    def _cut_stragglers(self, now: float) -> None:
+        """Gives out the groups whose last completions take too long, without these."""
+        late = {one.group for one in self._live.values() if one.group.is_late(now)}
+        if not late:
+            return
+        keys = [key for key, one in self._live.items() if one.group in late]
+        self._stepper.abort(keys)
+        cut = [self._live.pop(key) for key in keys]
+        for group in late:
+            group.unfinished = tuple(len(one.token_ids) for one in cut if one.group is group)
+            group.completions = [one for one in group.completions if one not in cut]
+        self._give_out(list(late))
 
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused

@@ -176,6 +176,8 @@ class AsyncCoreEngine:
     async def _begin(self, requests: Sequence[GroupRequest]) -> None:
         self._sleep.may_compute()
         for request in requests:
+            if request.straggler is not None:
+                raise ValueError(f"{request.visit}: this engine gives out whole groups only")
             if request.visit in self._tasks:
                 raise ValueError(f"visits submitted while the same are open: {request.visit}")
             self._tasks[request.visit] = asyncio.create_task(self._group(request))
@@ -185,7 +187,7 @@ class AsyncCoreEngine:
         try:
             work = [self._complete(request, index) for index in range(request.group_size)]
             completions = tuple(await asyncio.gather(*work))
-            group = Group(request.visit, request.prompt_token_ids, completions, self._spec.name, time.monotonic() - start)
+            group = Group(request.visit, request.prompt_token_ids, completions, self._spec.name, time.monotonic() - start, ())
             self._finished.put(group)
         except Exception as error:  # told to whoever polls
             self._finished.put(error)

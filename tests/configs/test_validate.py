@@ -10,7 +10,8 @@ import pytest
 from configs import validate
 from configs.build import schema_keys, to_plain
 from configs.compose import ConfigError, load_config
-from configs.schema import Config
+from configs.lag import correction_in_use, oldest_token
+from configs.schema import Auto, Config
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -40,6 +41,23 @@ COMBINATIONS = {
         [["learner.optimizer.warmup_steps=0"], ["learner.optimizer.warmup_ratio=0"]],
     ),
     ("rollout.max_lag=1",): ("rollout.oversample=2", [["rollout.oversample=1"], ["rollout.max_lag=0"]]),
+    ("rollout.max_lag=1", "rollout.oversample=auto"): (
+        "rollout.oversample=auto",
+        [["rollout.oversample=1"], ["rollout.max_lag=0"]],
+    ),
+    ("rollout.max_token_lag=2",): ("rollout.late=correct", [["rollout.late=drop"], ["rollout.max_token_lag=null"]]),
+    ("rollout.straggler.after_s=5", "rollout.straggler.min_finished=8"): (
+        "batch.group_size=8",
+        [["rollout.straggler.min_finished=7"]],
+    ),
+    ("rollout.straggler.after_s=5", "rollout.engine=async_core"): (
+        "rollout.engine=async_core",
+        [["rollout.engine=in_process"], ["rollout.straggler.after_s=null"]],
+    ),
+    ("selftest_lr0=true",): (
+        "learner.optimizer.learning_rate=0.0003",
+        [["learner.optimizer.learning_rate=0"], ["selftest_lr0=false"]],
+    ),
     ("data.last_batch=keep", "rollout.max_lag=1", "rollout.oversample=1"): (
         "data.last_batch=keep",
         [["rollout.max_lag=0"], ["data.last_batch=drop"]],
@@ -178,3 +196,31 @@ def test_nothing_is_changed_by_checking():
     validate.check_values(config)
     assert to_plain(config) == before
     assert dataclasses.is_dataclass(config)
+
+
+def test_a_number_or_the_word_auto():
+    assert load_config(["rollout.oversample=1.5"]).rollout.oversample == 1.5
+    config = load_config(["rollout.oversample=auto"])
+    assert config.rollout.oversample is Auto.auto
+    assert load_config([f"rollout.oversample={to_plain(config)['rollout']['oversample']}"]) == config
+    for wrong in ("much", "null", "true"):
+        assert "is neither a number nor auto" in error_of(f"rollout.oversample={wrong}")
+    assert "must be 1 or more" in error_of("rollout.oversample=0.5")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "correction", "oldest"),
+    [
+        ([], "none", 0),
+        (["rollout.max_lag=2"], "tis_token", None),
+        (["rollout.max_lag=2", "correction=none"], "none", None),
+        (["rollout.max_lag=2", "correction=icepop", "rollout.late=wait"], "icepop", 2),
+        (["rollout.max_lag=2", "rollout.late=drop"], "tis_token", 2),
+        (["rollout.max_lag=2", "rollout.late=drop", "rollout.max_token_lag=3"], "tis_token", 3),
+        (["rollout.late=wait"], "none", 0),
+    ],
+)
+def test_what_a_lag_brings(overrides, correction, oldest):
+    config = load_config(["rollout.oversample=1", *overrides])
+    assert correction_in_use(config).name == correction
+    assert oldest_token(config.rollout) == oldest

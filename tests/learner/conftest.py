@@ -131,7 +131,7 @@ class Rollouts:
         prompt = self.rng.integers(4, 128, prompt_length or int(self.rng.integers(2, 6)), dtype=np.int32)
         completions = tuple(self.completion(i, n) for i, n in enumerate(lengths))
         visit = Visit(f"p{self.rng.integers(1 << 40)}", 0, Purpose.TRAIN)
-        return ScoredGroup(Group(visit, prompt, completions, "w0", 0.0), tuple(map(score, values)))
+        return ScoredGroup(Group(visit, prompt, completions, "w0", 0.0, ()), tuple(map(score, values)))
 
 
 def score(value) -> Score:

@@ -303,6 +303,38 @@ def test_mismatch_is_told_apart_by_version(make_learner, rollouts, batch_of):
     assert metrics["mismatch/mixed"] == pytest.approx(2.0, abs=1e-5)
 
 
+def test_mismatch_is_told_apart_by_how_many_versions_behind(make_learner, rollouts, batch_of):
+    """Of a learner at version 12: one version behind is moved by 0.25 nats, two by 0.5, nine by 1; mixed ones by 2 on top. However the
+    rows are packed, the means are the same."""
+    made = np.array([3, 10, 11, 12, 11, 12], dtype=np.int32)
+    mixed = np.arange(6) >= 4
+    moved = np.select([made == 3, made == 10, made == 11], [1.0, 0.5, 0.25], 0.0) + 2.0 * mixed
+
+    def change(completion, logp):
+        n = len(logp)
+        return dataclasses.replace(
+            completion, versions=made[:n], mixed=mixed[:n], roll_logp=(logp - moved[:n]).astype(np.float32)
+        )
+
+    expected = {
+        "older_version": (1 * 2 + 0.5 * 2 + 0.25 * 2) / 6,
+        "older_version_lag_1": 0.25,
+        "older_version_lag_2": 0.5,
+        "older_version_lag_8_or_more": 1.0,
+        "mixed": (2.25 * 2 + 2.0) / 3,
+        "mixed_lag_0": 2.0,
+        "mixed_lag_1": 2.25,
+    }
+    for budget in (1, 1000):
+        learner = make_learner(tokens_per_micro_batch=budget)
+        learner.prepare(batch_of(with_roll_logps(rollouts.group([1, 0], lengths=[6, 5]), learner, 1.0, change), version=12))
+        metrics = learner.train().metrics
+        found = {name.removeprefix("mismatch/"): value for name, value in metrics.items() if "mismatch/" in name}
+        assert {name: value for name, value in found.items() if "lag_" in name or name in expected} == pytest.approx(
+            expected, abs=1e-5
+        )
+
+
 POISON = """
 import torch
 from learner.surrogates import Surrogate, grpo

@@ -48,6 +48,39 @@ def test_b59_invalid_scores_are_in_no_statistic(rollouts, prepare):
     assert prepared.metrics["adv/mean"] == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("estimator", "right", "wrong"),
+    [
+        ("grpo", 2 / 3 / (3**-0.5 + 1e-6), -1 / 3 / (3**-0.5 + 1e-6)),  # 1, 0, 0: mean 1/3, unbiased deviation 1/sqrt(3)
+        ("dr_grpo", 2 / 3, -1 / 3),
+        ("rloo", 1.0, -0.5),  # the others' mean is 0, or 1/2
+    ],
+)
+def test_a_group_without_its_last_member_is_a_group_of_those_that_ended(rollouts, prepare, estimator, right, wrong):
+    """Of four members the second was cancelled, with 90 tokens; a whole group stands beside it."""
+    cut = rollouts.group([1.0, 0.0, 0.0], lengths=[2, 5, 3])
+    members = tuple(dataclasses.replace(c, index=i) for c, i in zip(cut.group.completions, (0, 2, 3), strict=True))
+    cut = dataclasses.replace(cut, group=dataclasses.replace(cut.group, completions=members, unfinished=(90,)))
+    prepared = prepare(cut, rollouts.group([1.0, 0.0, 1.0, 0.0], lengths=[1, 1, 1, 1]), advantage=Choice(estimator))
+    ((micro,),) = prepared.steps
+    advantages = dict(zip(micro.inputs.owners.tolist(), micro.advantage.tolist(), strict=True))  # by number of the sample
+    assert [advantages[i] for i in range(3)] == pytest.approx([right, wrong, wrong], abs=1e-6)
+    assert set(micro.policy_denominator.tolist()) == {14.0}, "the missing tokens are in no denominator"
+    assert prepared.num_samples == 7
+
+
+def test_tokens_are_counted_by_how_far_behind_they_are(rollouts, prepare):
+    """A learner at version 12 trains three tokens of version 12, one of 11, two of 4 and one of 1; another group is masked out."""
+    versions = [np.array([1, 4, 11, 12], dtype=np.int32), np.array([4, 12, 12], dtype=np.int32)]
+    group = rollouts.group([1.0, 0.0], lengths=[4, 3])
+    completions = tuple(rollouts.completion(i, len(v), versions=v) for i, v in enumerate(versions))
+    group = dataclasses.replace(group, group=dataclasses.replace(group.group, completions=completions))
+    metrics = prepare(group, rollouts.group([None], lengths=[5]), version=12).metrics
+    found = {name: value for name, value in metrics.items() if name.startswith("stale/frac_")}
+    expected = {"stale/frac_lag_0": 3 / 7, "stale/frac_lag_1": 1 / 7, "stale/frac_lag_8_or_more": 3 / 7}
+    assert found == pytest.approx(expected)
+
+
 def test_what_estimators_see_of_a_score(rollouts):
     group = rollouts.group([1.0, 0.5, None], lengths=[3, 0, 2])
     parts = ({"main": 1.0, "style": 0.2}, {"main": 0.5}, {})
@@ -116,7 +149,7 @@ def test_every_token_keeps_what_belongs_to_it(rollouts, prepare):
         for i, v in enumerate(versions)
     )
     completions[0].loss_mask[1] = False
-    group = type(group)(type(group.group)(group.group.visit, group.group.prompt_token_ids, completions, "w", 0.0), group.scores)
+    group = dataclasses.replace(group, group=dataclasses.replace(group.group, completions=completions))
     other = rollouts.group([None], lengths=[4])
     ((micro,),) = prepare(other, group).steps
     assert micro.inputs.targets.tolist() == [*completions[0].token_ids[[0, 2]], *completions[1].token_ids]
@@ -125,6 +158,7 @@ def test_every_token_keeps_what_belongs_to_it(rollouts, prepare):
     assert micro.group.tolist() == [1, 1, 1, 1]
     assert micro.roll_logp.tolist() == [-1, -3, -1, -2]
     assert micro.gap.tolist() == [Gap.OLDER_VERSION, Gap.MIXED, Gap.SAME_VERSION, Gap.SAME_VERSION]
+    assert (micro.lag.tolist(), micro.lags) == ([1, 0, 0, 0], (0, 1))
     assert micro.advantage.tolist() == pytest.approx([0.5**0.5] * 2 + [-(0.5**0.5)] * 2, abs=1e-5)
 
 

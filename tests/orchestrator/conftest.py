@@ -80,7 +80,7 @@ def _group(model, rng, order, step):
     completions = tuple(_completion(model, rng, prompt, i, step) for i in range(MEMBERS))
     scores = tuple(_score(rng, order, i) for i in range(MEMBERS))
     visit = Visit(f"s/{order}", 0, Purpose.TRAIN)
-    return group_json(Pick(order, visit), scores, Group(visit, prompt, completions, "w0", 0.1))
+    return group_json(Pick(order, visit), scores, Group(visit, prompt, completions, "w0", 0.1, ()))
 
 
 def _completion(model, rng, prompt, index, step):

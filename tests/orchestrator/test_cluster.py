@@ -217,7 +217,7 @@ def test_text_is_scored_by_the_pool_of_its_workers_node():
     prompt = Prompt("p", "s", "s", "1+1", None, "2", None)
 
     def finished(worker, parcel):
-        meta = GroupMeta(Visit("p", len(parcel), Purpose.TRAIN), worker, 1, (1,), (1,), 0, 0, 0, 0, 0.0, 0, 0.0)
+        meta = GroupMeta(Visit("p", len(parcel), Purpose.TRAIN), worker, 1, (1,), (1,), 0, 0, 0, 0, 0.0, 0, 0.0, ())
         return Finished(meta, Address(parcel, 0))
 
     pools = {"A": Pool(), "B": Pool()}

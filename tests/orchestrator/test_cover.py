@@ -26,7 +26,8 @@ from rollout.tokenizer import character_tokenizer
 pytestmark = pytest.mark.timeout(300)
 
 YAML = Path(__file__).parents[2] / "configs"
-NOT_GIVEN = {"act_focus", "craft"}  # no run has roles or a teacher yet; they are refused by name
+# No run has roles or a teacher yet: they are refused by name. `auto` is none or tis_token.
+NOT_GIVEN = {"act_focus", "craft", "auto"}
 KL = {
     "off": KlConfig(),
     "k1 in the reward": KlConfig(KlKind.k1, 0.01, KlPlace.reward),

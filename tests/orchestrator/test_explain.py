@@ -200,6 +200,7 @@ PRESETS = [
     for group, names in shipped_files().items()
     if group in ("algorithm", "advantage", "weighting", "token_weighting", "correction")
     for name in names
+    if name != "auto"
 ]
 
 
@@ -274,3 +275,12 @@ def test_the_verb(capsys):
     assert "unknown option --on" in capsys.readouterr().err
     assert main(["explain", "--on"]) == 2
     assert "--on needs a value" in capsys.readouterr().err
+
+
+def test_the_correction_that_a_lag_brings_is_explained():
+    assert "correction=none (auto, at rollout.max_lag=0) ->" in text_of()
+    text = text_of("rollout.max_lag=1", "rollout.oversample=1")
+    assert "correction=tis_token (auto, at rollout.max_lag=1) ->" in text
+    assert "omega" in text
+    assert formula_of(CORRECTIONS["tis_token"], {}) in text
+    assert "omega" not in text_of("rollout.max_lag=1", "rollout.oversample=1", "correction=none")

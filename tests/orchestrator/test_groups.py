@@ -67,7 +67,9 @@ def scores(draw):
 @given(st.data())
 def test_a_group_comes_back_exactly(data):
     visit = Visit(data.draw(st.text()), data.draw(st.integers(0, 9)), Purpose.TRAIN)
-    group = Group(visit, np.array([1, 2], dtype=np.int32), tuple(data.draw(completions(i)) for i in range(2)), "rollout-0", 0.25)
+    group = Group(
+        visit, np.array([1, 2], dtype=np.int32), tuple(data.draw(completions(i)) for i in range(2)), "rollout-0", 0.25, (7, 0)
+    )
     scored = tuple(data.draw(scores()) for _ in range(2))
     pick = Pick(data.draw(st.integers(0, 99)), visit)
     row = json.loads(json.dumps(group_json(pick, scored, group)))
@@ -86,7 +88,7 @@ def make_group(order, reason=None):
         "7",
         Finish.STOP,
     )
-    group = Group(visit, np.array([1, 2], dtype=np.int32), (completion,), "w", 0.5)
+    group = Group(visit, np.array([1, 2], dtype=np.int32), (completion,), "w", 0.5, (order,))
     score = Score(Status.OK, Outcome.RIGHT, 1.0, 1.0, {"a": 1.0}, "7", 0.1, "", {"a.seconds": 2.0}, Consequence.NONE)
     return group, Judged(Pick(order, visit), Scored(describe_group(group), Address([group], 0), (score,)), reason)
 

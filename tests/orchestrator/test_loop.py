@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from configs.errors import ConfigError
-from configs.schema import DeadlinesConfig, LastBatch, LedgerConfig, WhenShort
+from configs.schema import Auto, DeadlinesConfig, LastBatch, Late, LedgerConfig, WhenShort
 from learner.selection import SELECTIONS
 from orchestrator.errors import RunStopped
 from orchestrator.handles import Lost, StepReport
@@ -28,6 +28,7 @@ SETTINGS = LoopSettings(
     oversample=1.0,
     max_visits_per_step=32,
     when_short=WhenShort.carry,
+    late=Late.correct,
     max_token_lag=None,
     max_failed_share=0.5,
     num_steps=5,
@@ -72,7 +73,7 @@ class World:
     async def generate(self, visit):
         version = self.version
         await asyncio.sleep(self.random.random() * 0.01)
-        meta = GroupMeta(visit, "w", 3, (2, 2), (2, 2), 0, version, self.version, 0, 0.0, 0, 0.0)
+        meta = GroupMeta(visit, "w", 3, (2, 2), (2, 2), 0, version, self.version, 0, 0.0, 0, 0.0, ())
         if visit not in self.cancelled:
             self.queue.put_nowait([Finished(meta, Address(None, 0))])
 
@@ -306,10 +307,84 @@ async def test_values_that_a_policy_puts_for_a_missing_verdict_count_as_failures
 
 async def test_late_groups_are_dropped_only_when_asked():
     world = World(slow=0.03)
-    await world.make(replace(SETTINGS, max_lag=3, max_token_lag=1, num_steps=10)).run()
+    await world.make(replace(SETTINGS, max_lag=3, late=Late.drop, max_token_lag=1, num_steps=10)).run()
     lags = [o.batch.version - k.scored.meta.min_version for o in world.outcomes for k in o.batch.groups]
     assert max(lags) <= 1
     assert world.loop._ledger.counts["dropped/late"] > 0
+
+
+class LongTailed(World):
+    """A twelfth of the visits ends six versions later, or when the loop has nothing else to wait for."""
+
+    def __init__(self, *arguments, **named):
+        super().__init__(*arguments, **named)
+        self.long = set()
+
+    async def generate(self, visit):
+        if int(visit.prompt_id[1:]) % 12 == 1:
+            self.long.add(visit)
+            version = self.version
+            while self.version < version + 6 and not (self.loop._filling and set(self.loop._running) <= self.long):
+                await asyncio.sleep(0.001)
+            meta = GroupMeta(visit, "w", 3, (2, 2), (2, 2), 0, version, self.version, 0, 0.0, 0, 0.0, ())
+            if visit not in self.cancelled:
+                self.queue.put_nowait([Finished(meta, Address(None, 0))])
+        else:
+            await super().generate(visit)
+
+
+@pytest.mark.parametrize("max_lag", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_batch_that_waits_leaves_no_visit_to_become_too_old(max_lag, seed):
+    """Under `correct` long visits are overtaken and trained late; under `wait` never, and none is dropped for it."""
+    oldest = {}
+    for late in (Late.correct, Late.wait):
+        world = LongTailed(seed=seed, drop=third, slow=0.002)
+        assert await world.make(replace(SETTINGS, max_lag=max_lag, late=late, num_steps=20)).run() == "done"
+        lags = [o.batch.version - k.scored.meta.min_version for o in world.outcomes for k in o.batch.groups]
+        trained = [pick.order for batch in world.batches for pick in batch]
+        assert len(trained) == len(set(trained)) == 80, "no visit is trained twice"
+        assert all([pick.order for pick in batch] == sorted(pick.order for pick in batch) for batch in world.batches)
+        assert world.max_open <= (max_lag + 1) * 4
+        assert not world.loop._ledger.counts["dropped/late"]
+        oldest[late] = max(lags)
+    assert oldest[Late.wait] <= max_lag
+    assert oldest[Late.correct] > max_lag
+
+
+async def test_late_groups_are_the_long_ones():
+    """What `drop` costs: only long visits are dropped, and most of them."""
+    world = LongTailed(slow=0.002)
+    await world.make(replace(SETTINGS, max_lag=1, late=Late.drop, max_token_lag=1, num_steps=20)).run()
+    late = world.loop._ledger.counts["dropped/late"]
+    long = [k for o in world.outcomes for k in o.batch.groups if int(k.pick.visit.prompt_id[1:]) % 12 == 1]
+    assert late > len(long)
+    assert all(o.batch.version - k.scored.meta.min_version <= 1 for o in world.outcomes for k in o.batch.groups)
+
+
+async def test_oversampling_by_itself_opens_what_the_keep_rate_asks_for():
+    """Two thirds are dropped: three batches are open in the end, and the same visits are trained as without."""
+    runs = {}
+    for oversample in (1.0, Auto.auto):
+        world = World(drop=lambda visit: int(visit.prompt_id[1:]) % 3 > 0)
+        opened = []
+        world.make(replace(SETTINGS, oversample=oversample, num_steps=25))
+        submit = world.submit
+
+        async def noting(visits, world=world, opened=opened, submit=submit):
+            opened.append((world.loop.step, world.loop._ledger.num_open))
+            await submit(visits)
+
+        world.submit = noting
+        assert await world.loop.run() == "done"
+        runs[oversample] = [[pick.visit for pick in batch] for batch in world.batches]
+        most = {step: max(num for at, num in opened if at == step) for step in range(25)}
+        if oversample == 1.0:
+            assert set(most.values()) == {4}
+        else:
+            assert most[0] == 4, "nothing is known of the first step"
+            assert all(9 <= num <= 16 for step, num in most.items() if step > 15)
+    assert runs[1.0] == runs[Auto.auto]
 
 
 async def test_stop_ends_on_whole_steps():
@@ -456,7 +531,7 @@ def test_more_groups_than_a_resumed_run_may_have_open_are_refused_with_both_numb
     ledger = world.make()._ledger
     kept = []
     for pick in keep(ledger, 5):
-        meta = GroupMeta(pick.visit, "w", 3, (2, 2), (2, 2), 0, 0, 0, 0, 0.0, 0, 0.0)
+        meta = GroupMeta(pick.visit, "w", 3, (2, 2), (2, 2), 0, 0, 0, 0, 0.0, 0, 0.0, ())
         kept.append(Kept(pick, Scored(meta, Address(None, 0), (score(1.0), score(0.0)))))
     state = LoopState(waiting=tuple(kept), judged=(), dropped={}, num_picked=0, budget=None)
     arguments = (ledger, (world,) * 5, SELECTIONS["zero_variance"], Waits())
@@ -566,6 +641,25 @@ class Unreliable(Losing):
             if self.left == 0:
                 self.killed.set()
         return super().__getattribute__(name)
+
+
+class Rough(LongTailed, Unreliable):
+    """Long visits among workers that are lost and doubted."""
+
+
+@pytest.mark.parametrize("max_lag", [1, 3])
+@pytest.mark.parametrize("seed", range(3))
+async def test_the_bound_of_a_waiting_batch_holds_where_workers_are_lost_and_doubted(max_lag, seed):
+    """What is asked again is as young as its last asking."""
+    world = Rough(-1, seed=seed, drop=third, slow=0.002)
+    assert await world.make(replace(SETTINGS, max_lag=max_lag, late=Late.wait, num_steps=15)).run() == "done"
+    counts = world.loop._ledger.counts
+    assert counts["requeued/lost_worker"] > 0
+    assert counts["requeued/unproven"] > 0
+    assert max(o.batch.version - k.scored.meta.min_version for o in world.outcomes for k in o.batch.groups) <= max_lag
+    assert world.max_open <= (max_lag + 1) * 4
+    trained = [pick.order for batch in world.batches for pick in batch]
+    assert len(trained) == len(set(trained)) == 60
 
 
 @pytest.mark.parametrize(("max_lag", "oversample"), [(0, 1.0), (0, 2.0), (2, 1.0)])

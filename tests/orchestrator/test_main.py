@@ -72,10 +72,10 @@ BAD = {
     ): "limen: unknown verb 'steps=3'; there are train, build-model, eval, sample, score, serve-reward, explain, plan, doctor, ledger; overrides come after the verb",
     (): "limen: name a verb: train, build-model, eval, sample, score, serve-reward, explain, plan, doctor, ledger; `limen --help` explains them",
     ("doctor", "a", "b"): "limen: limen doctor takes the folder of a run and nothing else: limen doctor [RUN]",
-    ("doctor", "steps=3"): "limen: steps=3: is not the folder of a run",
+    ("doctor", "steps=3"): "limen: steps=3: is not the folder of a run; name one that `limen train` printed as `run folder`",
     ("ledger",): "limen: limen ledger takes the folder of a run and nothing else: limen ledger RUN",
     ("ledger", "a", "b"): "limen: limen ledger takes the folder of a run and nothing else: limen ledger RUN",
-    ("ledger", "none"): "limen: none: is not the folder of a run",
+    ("ledger", "none"): "limen: none: is not the folder of a run; name one that `limen train` printed as `run folder`",
 }
 
 

@@ -27,7 +27,7 @@ def score(value, status=Status.OK):
 
 def scored(prompt_id, *values, purpose=Purpose.TRAIN, repeated=(0.0, 0)):
     lengths = (2,) * len(values)
-    meta = GroupMeta(Visit(prompt_id, 0, purpose), "w", 3, lengths, lengths, 0, 0, 0, 0, *repeated, 0.0)
+    meta = GroupMeta(Visit(prompt_id, 0, purpose), "w", 3, lengths, lengths, 0, 0, 0, 0, *repeated, 0.0, ())
     return Scored(meta, Address(None, 0), tuple(v if isinstance(v, Score) else score(v) for v in values))
 
 
@@ -193,3 +193,19 @@ def test_repetition_counts_runs_of_twenty_words():
     assert repetition("the\n" * 24) == (4 / 5, 5), "five runs, all the same"
     # 30 words twice: 41 runs; those that begin at words 0 to 10 come again 30 words later.
     assert repetition("  ".join(words + words)) == (11 / 41, 2)
+
+
+def test_the_missing_are_reported_against_the_rest():
+    """Group a was cut: members of 4 and 6 tokens ended, two of 20 and 31 did not. Group b is whole, and repeats itself."""
+    meta = scored("a", 1.0, 0.0).meta
+    cut = replace(meta, num_tokens=(4, 6), num_loss_tokens=(4, 6), unfinished=(20, 31), repeated_share=0.5)
+    whole = scored("b", 1.0, 0.0, 1.0, 1.0, repeated=(0.25, 3))
+    seen = (replace(scored("a", 1.0, 0.0), meta=cut), whole)
+    metrics = step_metrics(StepOutcome(Batch(1, 0, ()), seen, {}, {}), PROMPTS)
+    assert cut.num_finished == 2
+    assert metrics["time/straggler_num_groups"] == 1
+    assert metrics["time/straggler_num_missing"] == 2
+    assert metrics["time/straggler_len_missing"] == 25.5
+    assert metrics["time/straggler_len_finished"] == 5
+    assert metrics["rep/ratio20"] == pytest.approx((2 * 0.5 + 4 * 0.25) / 6), "over completions, not groups"
+    assert "time/straggler_num_groups" not in step_metrics(StepOutcome(Batch(1, 0, ()), (whole,), {}, {}), PROMPTS)

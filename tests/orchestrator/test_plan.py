@@ -646,3 +646,25 @@ def test_gpus_are_those_a_run_would_see(monkeypatch: pytest.MonkeyPatch):
     assert gpus_here() == 2
     monkeypatch.setattr("orchestrator.plan.command_output", lambda command: None)
     assert gpus_here() == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "behind", "correction"),
+    [
+        ([], "0: what is trained was made by the weights it meets", "none, since rollout.max_lag is 0"),
+        (
+            ["rollout.max_lag=2"],
+            "at most 2 for one that is trained in its turn; no bound for one that others overtake (rollout.late=correct)",
+            "tis_token, since rollout.max_lag is above 0; correction=none turns it off",
+        ),
+        (
+            ["rollout.max_lag=2", "rollout.late=wait", "correction=icepop"],
+            "at most 2 for one that is trained in its turn; 2 for any token (rollout.late=wait)",
+            "icepop (low=0.5, high=5.0)",
+        ),
+    ],
+)
+def test_a_plan_says_how_old_tokens_get_and_what_corrects_them(overrides, behind, correction):
+    lines = list(describe(plan_of("rollout.oversample=1", *overrides)))
+    assert any(line.endswith(f" {behind}") for line in lines)
+    assert any(line.endswith(f" {correction}") for line in lines)

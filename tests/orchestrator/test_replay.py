@@ -130,7 +130,15 @@ def row(order, value, token=5):
     completion = {"token_ids": [token, 7], "roll_logp": [-1.0, -0.5], "loss_mask": [True, True], "versions": [3, 4]}
     completion |= {"mixed": [False, False], "text": "x", "finish": "stop", "score": score}
     completions = [completion | {"index": i} for i in (0, 1)]
-    group = {"order": order, "prompt_id": f"s/{order}", "visit": 2, "worker": "w", "time_s": 0.5, "prompt_token_ids": [4, 6]}
+    group = {
+        "order": order,
+        "prompt_id": f"s/{order}",
+        "visit": 2,
+        "worker": "w",
+        "time_s": 0.5,
+        "unfinished": [],
+        "prompt_token_ids": [4, 6],
+    }
     return group | {"completions": completions}
 
 

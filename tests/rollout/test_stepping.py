@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from rollout.engine import EngineError, GroupRequest, OnSwap, PushError, Sampling, TokenScores, Wake
+from rollout.engine import EngineError, GroupRequest, OnSwap, PushError, Sampling, Straggler, TokenScores, Wake
 from rollout.records import Finish, Group, Purpose, Visit, describe_group
 from rollout.stepping import Produced, SteppingEngine
 from rollout.weights import Bucket, Manifest, TensorSpec, digest_bytes
@@ -156,9 +156,10 @@ def make() -> Iterator[Callable[..., Bench]]:
         bench.engine.close()
 
 
-def ask(number: int, lengths: Sequence[int], limit: int = 10_000) -> GroupRequest:
+def ask(number: int, lengths: Sequence[int], limit: int = 10_000, straggler: Straggler | None = None) -> GroupRequest:
     visit = Visit(f"prompt-{number}", 0, Purpose.TRAIN)
-    return GroupRequest(visit, np.array([number], np.int32), tuple(lengths), len(lengths), Sampling(1.0, 1.0, 0, 0.0, limit, ()))
+    sampling = Sampling(1.0, 1.0, 0, 0.0, limit, ())
+    return GroupRequest(visit, np.array([number], np.int32), tuple(lengths), len(lengths), sampling, straggler)
 
 
 def pack(generation: int, index: int, tensors: dict[str, NDArray[np.float32]]) -> Bucket:
@@ -543,3 +544,45 @@ def _until_asked(engine: SteppingEngine) -> None:
     while not engine._commands:
         assert time.monotonic() < end
         time.sleep(0.001)
+
+
+def test_a_group_is_given_out_without_its_last_members(make: Callable[..., Bench]) -> None:
+    """Three of four have ended and the fourth would take a million steps; another group has no such rule, and one not enough members."""
+    bench = make()
+    rule = Straggler(after_s=0.05, min_finished=3)
+    endless = 10**6
+    bench.engine.submit([ask(0, [5, endless, 9, 2], straggler=rule), ask(1, [5, 5, 5, endless])])
+    bench.engine.submit([ask(2, [endless, endless, 3, 3], straggler=rule)])
+    (group,) = bench.collect(1)
+    assert group.visit.prompt_id == "prompt-0"
+    assert [(one.index, one.num_tokens) for one in group.completions] == [(0, 5), (2, 9), (3, 2)]
+    (cut,) = group.unfinished
+    assert 9 <= cut < endless
+    meta = describe_group(group)
+    assert (meta.num_finished, meta.num_tokens, meta.unfinished) == (3, (5, 9, 2), (cut,))
+    bench.until(lambda: bench.engine.health().num_running == 3)
+    assert len(bench.stepper.running) == 3, "the fourth is not generated any more"
+    assert bench.engine.poll(0.2) == [], "two of four are not enough, and without the rule a group is whole or nothing"
+    bench.engine.submit([ask(0, [1, 1], straggler=Straggler(0.0, 1))])
+    (again,) = bench.collect(1)
+    assert (again.visit.prompt_id, again.unfinished) == ("prompt-0", ()), "both ended in one step"
+
+
+def test_a_member_that_waits_for_a_place_is_no_straggler(make: Callable[..., Bench]) -> None:
+    """Two may run at once. When the third ends, after six steps, the last one still waits: the group is cut one step later."""
+    bench = make(max_running=2)
+    bench.engine.submit([ask(0, [40, 3, 3, 3], straggler=Straggler(after_s=0.0, min_finished=2))])
+    (group,) = bench.collect(1)
+    assert [one.index for one in group.completions] == [1, 2]
+    assert group.unfinished == (7, 1)
+
+
+def test_a_swap_that_waits_for_completions_does_not_wait_for_one_that_is_cut(make: Callable[..., Bench]) -> None:
+    bench = make(OnSwap.FINISH)
+    bench.push(0, 3)
+    bench.engine.submit([ask(0, [5, 5, 10**6], straggler=Straggler(after_s=0.05, min_finished=2))])
+    bench.until(lambda: bench.engine.health().num_running > 0)
+    bench.push(1, 5)
+    (group,) = bench.collect(1)
+    assert {version for one in group.completions for version in one.versions.tolist()} == {0}
+    assert len(group.unfinished) == 1

@@ -157,6 +157,7 @@ def ask(
         seeds=tuple(sampling_seed(7, visit, index) for index in range(group_size)) if seeded else None,
         group_size=group_size,
         sampling=Sampling(TEMPERATURE, 1.0, 0, 0.0, max_new_tokens, (2,)),
+        straggler=None,
     )
 
 
