@@ -93,6 +93,7 @@ _GREEK = frozenset(
         "ell",
     ]
 )
+_SENTENCE_WORDS = frozenset(["for", "where", "when", "with", "if", "then", "that", "such", "unless"])
 _SIGNS = ("+", "-", "\\pm", "\\mp")
 _ENDS = RELATIONS.union(
     _SIGNS,
@@ -116,8 +117,10 @@ _ENDS = RELATIONS.union(
         "\\and",
         "\\or",
         "\\choose",
+        "\\pmod",
     ],
 )
+_CLOSING = {"(": ")", "{": "}", "[": "]", "\\{": "\\}"}
 _RUNS = ("sqrt", "sin", "cos", "tan", "log", "ln", "pi")  # found at the start of a run of letters
 
 
@@ -208,6 +211,9 @@ class FormulaParser(ABC):
             elif text == "/":
                 self.position += 1
                 factors = [Node("div", (product(factors), self.signed_factor()))]
+            elif text == "\\bmod":
+                self.position += 1
+                factors = [Node("call", ("mod", product(factors), self.signed_factor()))]
             elif (kind == "word" and text.lower() in FACTORS) or (kind == "text" and text.lower() in FACTORS):
                 self.position += 1
                 factors.append(num(FACTORS[text.lower()]))
@@ -410,16 +416,14 @@ class FormulaParser(ABC):
         if text == "pi":
             self.position += 1
             return Node("const", ("pi",))
+        if text.lower() in _SENTENCE_WORDS:
+            raise Unreadable(f"'{text}' is no name")
         if len(text) >= 5:
             self.position += 1
             return Node("sym", (f"text {text.casefold()}",))
         # A run of letters is a product of names; the first is taken.
         prefix = next(
-            (
-                name
-                for name in ("sqrt", "sin", "cos", "tan", "log", "ln", "pi")
-                if len(text) > len(name) and text.startswith(name)
-            ),
+            (name for name in _RUNS if len(text) > len(name) and text.startswith(name)),
             text[0],
         )
         rest = text[len(prefix) :]
@@ -507,10 +511,10 @@ class FormulaParser(ABC):
                 negated = self.accept("-")
                 exponent = self.argument()
                 exponent = negative(exponent) if negated else exponent
-        if self.peek in ("(", "{", "["):
+        if self.peek in _CLOSING:
             left = self.take()
             arguments = self.items()
-            self.expect({"(": ")", "{": "}", "[": "]"}[left])
+            self.expect(_CLOSING[left])
             if self.peek == "^" and exponent is None and left != "{":
                 self.position += 1
                 exponent = self.argument()
@@ -518,7 +522,9 @@ class FormulaParser(ABC):
             arguments = [self.bare_argument()]
         if exponent == MINUS_ONE and name in _INVERSE:
             name, exponent = _INVERSE[name], None
-        if name in ("log", "lg", "ln") and len(arguments) == 1:
+        if len(arguments) > 1 and name not in ("max", "min", "gcd", "lcm"):
+            raise Unreadable(f"several arguments of {name}")
+        if name in ("log", "lg", "ln"):
             arguments.append(base if base is not None else num(10) if name != "ln" else Node("const", ("e",)))
             name = "log"
         elif base is not None:
@@ -546,6 +552,8 @@ class FormulaParser(ABC):
 
     def matrix(self) -> Node:
         environment = "".join(self.letters())
+        if environment == "cases":
+            return self.cases()
         if environment not in ("pmatrix", "bmatrix", "matrix", "Bmatrix", "smallmatrix", "array"):
             raise Unreadable(f"\\begin{{{environment}}} is not known")
         if environment == "array":
@@ -571,3 +579,32 @@ class FormulaParser(ABC):
         if "".join(self.letters()) != environment or len({len(row) for row in rows}) != 1:
             raise Unreadable("a matrix whose rows differ in length")
         return Node("matrix", tuple(rows))
+
+    def cases(self) -> Node:
+        r"""Equations below each other, as a list; values with their conditions, ``x & \text{if } x > 0``, as cases."""
+        rows: list[tuple[Node, ...]] = []
+        while self.peek != "\\end":
+            cells = [self.cell()]
+            while self.accept("&"):
+                cells.append(self.cell())
+            rows.append(tuple(cells))
+            self.accept("\\\\")
+        self.expect("\\end")
+        if "".join(self.letters()) != "cases" or len({len(row) for row in rows}) != 1 or len(rows[0]) > 2:
+            raise Unreadable("cases whose rows differ in length")
+        return Node("list", tuple(row[0] for row in rows)) if len(rows[0]) == 1 else Node("cases", tuple(rows))
+
+    def cell(self) -> Node:
+        """Of cases: a value, or a condition in signs or words."""
+        start = end = self.position
+        while end < len(self.tokens) and self.tokens[end].text not in ("&", "\\\\", "\\end"):
+            end += 1
+        found = [token for token in self.tokens[start:end] if token.text.lower() not in ("if", "for", "when")]
+        while found and found[-1].text in (",", ";", "."):
+            found.pop()
+        self.tokens[start:end] = found
+        if any(token.kind == "text" for token in found):
+            self.position += len(found)
+            return Node("text", (" ".join(token.text for token in found),))
+        items = self.items()
+        return items[0] if len(items) == 1 else Node("list", tuple(items))
