@@ -1,7 +1,8 @@
 """How answers are written in well-known data sets and by models, and what a model might write to be paid without knowing.
 
 `tests/cases/math_styles.jsonl`: the verdicts are a mathematician's, written down by hand. ``style``: GSM8K, MATH, AIME, olympiads, prose,
-German and Chinese. ``label``: multiple choice. ``hedge``: several answers, taken back, or of another value. ``library``: what math-verify reads.
+German and Chinese. ``label``: multiple choice. ``hedge``: several answers, taken back, or of another value. ``library``: what math-verify reads. ``domain``:
+formulas that agree in some places alone.
 """
 
 import json
