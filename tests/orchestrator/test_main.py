@@ -64,7 +64,9 @@ BAD = {
     ("train", "data=jsonl", "data.sources.main.path=none.jsonl"): "limen: data.sources.main.path: no file '{folder}/none.jsonl'",
     ("train", "-m"): "limen: unknown option -m; there are --config-dir, --print-config, --help",
     ("train", "--config-dir"): "limen: --config-dir needs a folder: --config-dir DIR",
-    ("trian",): "limen: unknown verb 'trian'; there are train, build-model, eval, sample, score, serve-reward, explain, plan, doctor",
+    (
+        "trian",
+    ): "limen: unknown verb 'trian'; there are train, build-model, eval, sample, score, serve-reward, explain, plan, doctor",
     (
         "steps=3",
     ): "limen: unknown verb 'steps=3'; there are train, build-model, eval, sample, score, serve-reward, explain, plan, doctor; overrides come after the verb",
