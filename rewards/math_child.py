@@ -196,8 +196,7 @@ def main(connection_fd: int) -> None:
 
 def _answer(connection: socket.socket, library: bool) -> None:
     """Answer questions until the connection ends."""
-    with open("/proc/self/statm") as file:
-        at_start = int(file.read().split()[0]) * resource.getpagesize()
+    at_start = _address_space()
     if not confine.missing():
         confine.confine_here(read=sys.path)
     for number in (signal.SIGPROF, signal.SIGALRM):
@@ -216,6 +215,14 @@ def _answer(connection: socket.socket, library: bool) -> None:
                 found = f"failed {type(error).__name__}: {error}".replace("\n", " ")
             _limit(0.0, None)
             connection.sendall(f"{found}\n\n".encode())
+
+
+def _address_space(statm: Path = Path("/proc/self/statm")) -> int:
+    """Bytes that this process has, or a little more than it can have so far where there is no /proc."""
+    try:
+        return int(statm.read_text().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 512 << 20
 
 
 def _limit(timeout_s: float, memory_bytes: int | None) -> None:

@@ -35,6 +35,7 @@ from rollout.records import Outcome
 _INTEGER = re.compile(r"\s*(?P<sign>[+-]?)\s*(?P<digits>[0-9]++)\s*\.?\s*")
 _DIGITS = re.compile(r"[-+\N{MINUS SIGN}\d\s,.{}!\\~']*+")
 _WORDS = re.compile(r"\\(?:text|mbox|hbox)")
+_LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")  # of a word or name, not of a command
 _SPACES = re.compile(r"\\[,;:! ]|\\(?:left|right)(?![A-Za-z])|[\s$~]")
 _AND = re.compile(r"(?<=[a-z])(?:,?and|,)(?=\d)")  # 11 hours and 30 minutes
 _LIBRARY = re.compile(
@@ -73,10 +74,8 @@ def math(
     symbolic = 0.0
     equal = _same_as_written(clean(found), gold)
     if equal is None:
-        mine, theirs = without_labels(clean(found), gold)
-        (mine, my_range), (theirs, their_range) = without_range(mine), without_range(theirs)
-        known_ranges = my_range and their_range
-        equal = (not known_ranges or my_range == their_range) and _without_symbols(mine, theirs, decimal_digits, require_number)
+        mine, theirs, ranges_differ = _bare(clean(found), gold)
+        equal = False if ranges_differ else _without_symbols(mine, theirs, decimal_digits, require_number)
     outcome = Outcome.RIGHT if equal else Outcome.WRONG
     if equal is None:
         symbolic = 1.0
@@ -123,7 +122,16 @@ def _same_as_written(found: str, gold: str) -> bool | None:
     integers = _integer(found), _integer(gold)
     if integers[0] is not None and integers[1] is not None:
         return integers[0] == integers[1]
-    return same_choice(found, gold)
+    return same_choice(found, gold) if _LETTER.search(found) and _LETTER.search(gold) else None
+
+
+def _bare(found: str, gold: str) -> tuple[str, str, bool]:
+    """Both without labels and ranges of parameters, and whether these ranges differ."""
+    if not (_LETTER.search(found) or _LETTER.search(gold)):
+        return found, gold, False
+    found, gold = without_labels(found, gold)
+    (found, range_found), (gold, range_gold) = without_range(found), without_range(gold)
+    return found, gold, bool(range_found and range_gold and range_found != range_gold)
 
 
 def _without_symbols(found: str, gold: str, decimal_digits: int, require_number: bool) -> bool | None:
