@@ -33,6 +33,7 @@ async def test_a_step_keeps_its_row_where_the_evaluation_after_it_fails():
         _lag=SimpleNamespace(take=lambda: 0.0),
         _seconds=defaultdict(float),
         _recorder=SimpleNamespace(groups=nothing, metrics=lambda *row: rows.append(row)),
+        _rewards=None,
         _held_out={"p0": None},
         _pusher=SimpleNamespace(digest="00ff"),
         _evaluate=hangs,
