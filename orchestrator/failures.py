@@ -17,12 +17,15 @@ class OverBudget:
     details: Counter[str]  # what the verifiers said, and how often
 
 
-def over_budget(seen: Sequence[Scored], max_failed_share: float, where: str) -> OverBudget | None:
-    """Whether more completions than this share have no verdict, those that a policy counted as 0 included. ``where``: for the message."""
+def over_budget(seen: Sequence[Scored], max_failed_share: float, where: str, *, at_least: int = 0) -> OverBudget | None:
+    """Whether more completions than this share have no verdict, those that a policy counted as 0 included. ``where``: for the message.
+
+    ``at_least``: it is a share of so many completions where fewer were seen, so that the first few do not decide.
+    """
     statuses = status_counts(seen)
     details = Counter(score.detail for scored in seen for score in scored.scores if not score.has_verdict)
     failed, total = details.total(), statuses.total()
-    if failed <= max_failed_share * total:
+    if failed <= max_failed_share * max(total, at_least):
         return None
     detail, times = details.most_common(1)[0]
     zeroed = failed - (total - statuses[Status.OK])

@@ -239,13 +239,15 @@ class RayScorer:
         nodes: Mapping[str, str],
         prompts: Mapping[str, Prompt],
         replace: Callable[[str, str], Any],
+        tell: Callable[[Sequence[Scored]], None] = lambda scored: None,
     ) -> None:
         """``pools`` are the reward actors by node, ``nodes`` the node of each worker by its name; ``replace`` makes a node's pool anew,
-        told why."""
+        told why; ``tell`` gets the scores as they come in, also those whose policy ends the run."""
         self._pools = dict(pools)
         self._nodes = nodes
         self._prompts = prompts
         self._replace = replace
+        self._tell = tell
         self._num_lost: dict[str, int] = {}
         self.num_asked = 0  # parcels that wait for their scores
 
@@ -277,9 +279,11 @@ class RayScorer:
             scores = await self._ask(self._node(items[0].meta.worker), parcel, questions)
         finally:
             self.num_asked -= 1
-        for item, of_group in zip(items, scores, strict=True):
-            _stop_where_told(item.meta.visit, of_group)
-        return [Scored(item.meta, item.address, score) for item, score in zip(items, scores, strict=True)]
+        scored = [Scored(item.meta, item.address, of_group) for item, of_group in zip(items, scores, strict=True)]
+        self._tell(scored)
+        for group in scored:
+            _stop_where_told(group.meta.visit, group.scores)
+        return scored
 
     async def _ask(self, node: str, parcel: Any, questions: Sequence[Any]) -> list[tuple[Score, ...]]:
         """A pool's actor that is lost is replaced, and asked once more."""

@@ -187,12 +187,12 @@ class Job:
         config, record = self.config, self._material.record
         if record:
             self._fleet: Any = ReplayFleet(record, ray.put)
-            self._scorer: Scorer = ReplayScorer(self._fleet)
+            self._scorer: Scorer = ReplayScorer(self._fleet, self._tell_scores)
             self._pusher: Any = ReplayPusher(self._learner, self._fleet)
         else:
             make_request = material.request_maker(config, self._material)
             self._fleet = RayFleet([], make_request, self._waits, config.deadlines.heartbeat_s)
-            self._rewards = RayScorer(pools, self._launcher.nodes, self._material.by_id, self._replace_pool)
+            self._rewards = RayScorer(pools, self._launcher.nodes, self._material.by_id, self._replace_pool, self._tell_scores)
             self._scorer = self._rewards
             self._make_pusher()
         if config.shuffle_rewards:
@@ -229,6 +229,11 @@ class Job:
         pool = self._launcher.reward_pool(node)
         self._actors.append(pool)
         return pool
+
+    def _tell_scores(self, scored: Sequence[Scored]) -> None:
+        for group in scored:
+            evaluated = group.meta.visit.purpose is Purpose.EVAL
+            self._recorder.scored(self._step + (not evaluated), [group])
 
     async def close(self) -> None:
         """Ends the actors, each within its deadline, and the files."""

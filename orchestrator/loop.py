@@ -126,6 +126,7 @@ class Loop:
     def _take_up(self, state: LoopState) -> None:
         self._buffer = {kept.pick.order: kept for kept in state.waiting}
         self._judged |= {judged.pick.order: judged for judged in state.judged}
+        self._judged_before |= self._judged.keys()
         self._dropped.update(state.dropped)
         self._num_picked = state.num_picked
         self._budget = state.budget
@@ -181,6 +182,8 @@ class Loop:
         self._budget = self._ledger.step_budget()
         self._dropped: Counter[str] = Counter()
         self._judged: dict[int, Judged] = {}  # by pick order
+        # Of these, before the run was resumed: its verifier may be mended by now.
+        self._judged_before: frozenset[int] = frozenset()
 
     # ---- produce ----------------------------------------------------------------------------------------------------
 
@@ -272,6 +275,8 @@ class Loop:
             self._score_ends.remove(end)
         for item in scored:
             self._settle(item, asked[item.meta.visit], proven=self._num_doubts[worker] == num_doubts)
+        # Now, not when the step closes: refills for what was dropped would go on being generated in vain.
+        self._check_verifiers(at_least=self._settings.groups_per_step * len(scored[0].scores))
         await self._produce()
         self._progress.set()
 
@@ -423,8 +428,9 @@ class Loop:
             case WhenShort.carry:
                 return []
 
-    def _check_verifiers(self) -> None:
-        over = over_budget(self._seen, self._settings.max_failed_share, f"step {self.step + 1}")
+    def _check_verifiers(self, *, at_least: int = 0) -> None:
+        seen = [judged.scored for order, judged in sorted(self._judged.items()) if order not in self._judged_before]
+        over = over_budget(seen, self._settings.max_failed_share, f"step {self.step + 1}", at_least=at_least)
         if over is not None:
             self._observer.event("verifier_failed", step=self.step + 1, messages=dict(over.details.most_common(20)))
             raise RunStopped(over.message)

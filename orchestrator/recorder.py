@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from orchestrator.groups import group_json, score_json
 from orchestrator.run_folder import JsonLines, write_json
 from orchestrator.stages import Scored, StepOutcome
 from orchestrator.worst import WorstSamples
-from rollout.records import Group, Prompt, Score
+from rollout.records import Group, Prompt, Purpose, Score
 
 MAX_SAMPLE_CHARACTERS = 4000
+MOST_FAILURES_TOLD = 5  # of a step, and of an evaluation; rewards.json has more
 
 
 class Recorder:
@@ -38,6 +39,7 @@ class Recorder:
         self._samples = JsonLines(folder / "samples" / "samples.jsonl", budget_bytes=int(log.samples_mib * 2**20))
         self._worst = WorstSamples()
         self.last_events: deque[tuple[float, str]] = deque(maxlen=10)  # time.time() and name, heartbeats aside
+        self._told: dict[Purpose, Counter[int]] = {}  # failures told, by the step they came in
         self._board = SummaryWriter(str(folder / "tensorboard")) if log.tensorboard else None
 
     def event(self, name: str, **fields: object) -> None:
@@ -53,14 +55,25 @@ class Recorder:
             for name, value in metrics.items():
                 self._board.add_scalar(name, value, step)
 
+    def scored(self, step: int, groups: Sequence[Scored]) -> None:
+        """Takes up scores as they come in, so that a run which ends within a step tells of those that ended it. ``step``: the one
+        being filled, or the last one done where the groups are of an evaluation."""
+        for group in groups:
+            visit = group.meta.visit
+            for index, score in enumerate(group.scores):
+                where = {"step": step, "purpose": visit.purpose, "visit": visit.number, "index": index}
+                self._worst.add(visit.prompt_id, score, where)
+                if not score.has_verdict and self._may_tell(step, visit.purpose):
+                    told = {"prompt_id": visit.prompt_id, "status": score.status, "detail": score.detail}
+                    self.event("verifier_failed", **where, **told)
+
+    def _may_tell(self, step: int, purpose: Purpose) -> bool:
+        told = self._told.get(purpose, Counter())
+        self._told[purpose] = Counter({step: told[step] + 1})  # of earlier steps nothing is kept
+        return told[step] < MOST_FAILURES_TOLD
+
     async def groups(self, outcome: StepOutcome) -> None:
         """Some samples of the step, and every kept group whole with ``rollout.record``."""
-        self._tell_failures(outcome)
-        for scored in outcome.seen:
-            for index, score in enumerate(scored.scores):
-                visit = scored.meta.visit
-                where = {"step": outcome.batch.step, "visit": visit.number, "index": index}
-                self._worst.add(visit.prompt_id, score, where)
         num_in_step = sum(len(scored.scores) for scored in outcome.seen)
         for scored, index in self._choose(outcome.seen, outcome.batch.step):
             group: Group = (await scored.address.parcel)[scored.address.place]
@@ -73,19 +86,6 @@ class Recorder:
                 group = (await kept.scored.address.parcel)[kept.scored.address.place]
                 file.write(group_json(kept.pick, kept.scored.scores, group))
             file.close()
-
-    def _tell_failures(self, outcome: StepOutcome) -> None:
-        failed = [(s.meta.visit, score) for s in outcome.seen for score in s.scores if not score.has_verdict]
-        for visit, score in failed[:5]:
-            self.event(
-                "verifier_failed",
-                step=outcome.batch.step,
-                prompt_id=visit.prompt_id,
-                visit=visit.number,
-                status=score.status,
-                detail=score.detail,
-                failed_in_step=len(failed),
-            )
 
     def _choose(self, seen: Sequence[Scored], step: int) -> list[tuple[Scored, int]]:
         """Completions to write: in turn from every class of stratum and right or wrong."""

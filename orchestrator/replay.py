@@ -193,11 +193,14 @@ class ReplayFleet:
 class ReplayScorer:
     """The scores of the record."""
 
-    def __init__(self, fleet: ReplayFleet) -> None:
+    def __init__(self, fleet: ReplayFleet, tell: Callable[[Sequence[Scored]], None]) -> None:
         self._fleet = fleet
+        self._tell = tell
 
     async def score(self, finished: Sequence[Finished]) -> list[Scored]:
-        return [Scored(item.meta, item.address, self._fleet.scores.pop(item.meta.visit)) for item in finished]
+        scored = [Scored(item.meta, item.address, self._fleet.scores.pop(item.meta.visit)) for item in finished]
+        self._tell(scored)
+        return scored
 
 
 class ReplayPusher:

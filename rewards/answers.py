@@ -20,22 +20,35 @@ import re
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*+(?:\{|(?P<short>[0-9A-Za-z])(?![0-9A-Za-z]))|\\.|[{}]", re.DOTALL)
 _TAGGED = re.compile(r"<answer>|</answer>", re.IGNORECASE)
 _HASHES = re.compile(r"(?m)^[ \t]*+####[ \t]*+([^\n]*+)")
-_SAID = re.compile(r"(?i)\banswer\b[ \t*_]*+(?:is\b|[:=]|\N{FULLWIDTH COLON})[ \t]*+(?:that\b)?[:*_]*+")
+_SAID = re.compile(
+    r"(?i)(?:\banswer\b|\bAntwort\b|\N{CJK UNIFIED IDEOGRAPH-7B54}\N{CJK UNIFIED IDEOGRAPH-6848})[ \t*_]*+"
+    r"(?:is\b|ist\b|lautet\b|[:=]|\N{FULLWIDTH COLON}|\N{CJK UNIFIED IDEOGRAPH-662F}|\N{CJK UNIFIED IDEOGRAPH-4E3A})[ \t]*+(?:that\b)?[:*_]*+"
+    r"|\b(?:option|choice) is:?(?=[ \t*_]*+\(?[A-J]\b)"
+)
 _BOLD = re.compile(r"(?<!\*)\*\*++([^*\n]++)\*\*++|(?<!_)__([^_\n]++)__")
 # No formula holds another's beginning: so signs that are never closed are each read once.
 _FORMULA = re.compile(
     r"\$\$([^$]++)\$\$|(?<!\\)\$((?:\\\$|[^$\n])++)(?<!\\)\$"
     r"|\\\(((?:[^\\\n]|\\[^()\[\]\n])*+)\\\)|\\\[((?:[^\\]|\\[^()\[\]])*+)\\\]"
 )
-_SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n|\b(?:because|since|which|where)\b|,(?=\s+(?:so|as|and\s+(?:this|that|it|we))\b)")
+_SENTENCE_END = re.compile(
+    r"[.!?](?=\s|$)|\n|[\u3002\uff01\uff1b]|\b(?:because|since|which|where)\b|,(?=\s+(?:so|as|and\s+(?:this|that|it|we))\b)"
+)
+# "42 (forty-two)": the answer once more, in words; not "42 (or maybe not)".
+_GLOSS = re.compile(r"\s\((?!(?:or|not|maybe|perhaps|if)\b)[A-Za-z][A-Za-z -]*+\)$")
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _MATH_WORDS = frozenset(
     ["and", "or", "sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp", "sqrt", "pi", "mod", "gcd", "lcm", "max", "min"]
 )
+# A number may touch the letters of a script that is written without blanks.
+_UNSPACED = "\u3040-\u30ff\u4e00-\u9fff"
+_LETTER = rf"[^\W{_UNSPACED}]"
+_DIGIT = "[0-9\uff10-\uff19]"
 _NUMBER = re.compile(
-    r"(?<![\w.,:/^])(?:(?<![)\]}])[-+\N{MINUS SIGN}])?[$]?(?:[0-9]++(?:,[0-9]{3})*+(?:\.[0-9]++)?+|\.[0-9]++)"
-    r"(?:[eE][-+]?[0-9]++|(?: [0-9]++)?/[0-9]++|(?::[0-9]{2})++)?+(?:\s?\\?%)?(?![\w^])"
+    rf"(?<!{_LETTER})(?<![.,:/^])(?:(?<![)\]}}])[-+\u2212])?[$]?(?:{_DIGIT}++(?:,[0-9]{{3}})*+(?:\.[0-9]++)?+|\.[0-9]++)"
+    rf"(?:[eE][-+]?[0-9]++|(?: [0-9]++)?/[0-9]++|(?::[0-9]{{2}})++)?+(?:\s?\\?%)?(?!{_LETTER}|\^)"
 )
+_UNSPACED_TEXT = re.compile(f"[{_UNSPACED}]")
 _EDGES = ' \t\r\n*_`"\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}'
 
 
@@ -86,7 +99,7 @@ def clean(text: str) -> str:
             text = next(group for group in formula.groups() if group is not None)
         elif text.startswith("$") and text.count("$") == 1:  # dollars
             text = text[1:]
-        elif text.endswith((".", ";", ",", ":")) and not text.endswith(("\\.", "\\;", "\\,", "\\:")):
+        elif text.endswith((".", ";", ",", ":", "\u3002")) and not text.endswith(("\\.", "\\;", "\\,", "\\:")):
             text = text[:-1]
         if text == before:
             return text
@@ -138,13 +151,13 @@ def _said(text: str) -> str | None:
     if found is not None and _WORD.search(line[: found.start()]) and not _NUMBER.search(line[: found.start()]):
         return clean(found[0]) or None
     end = _SENTENCE_END.search(line)
-    return clean(line[: end.start()] if end is not None else line) or None
+    return _GLOSS.sub("", clean(line[: end.start()] if end is not None else line)) or None
 
 
 def _plain(text: str) -> str | None:
     """What the last line that holds an answer ends on."""
     single = clean(text)
-    if single and not re.search(r"\s", single):
+    if single and not re.search(r"\s", single) and not (_UNSPACED_TEXT.search(single) and _NUMBER.search(single)):
         return single
     for line in reversed(text.splitlines()):
         if not line.strip():

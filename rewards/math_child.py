@@ -29,6 +29,7 @@ from rewards import confine
 from rewards.math_compare import Undecided, same
 from rewards.math_grammar import read
 from rewards.math_nodes import Node
+from rewards.math_relations import is_name
 from rewards.math_symbolic import Numeric, evaluate_all
 from rewards.math_tokens import Unreadable
 
@@ -195,8 +196,7 @@ def main(connection_fd: int) -> None:
 
 def _answer(connection: socket.socket, library: bool) -> None:
     """Answer questions until the connection ends."""
-    with open("/proc/self/statm") as file:
-        at_start = int(file.read().split()[0]) * resource.getpagesize()
+    at_start = _address_space()
     if not confine.missing():
         confine.confine_here(read=sys.path)
     for number in (signal.SIGPROF, signal.SIGALRM):
@@ -215,6 +215,14 @@ def _answer(connection: socket.socket, library: bool) -> None:
                 found = f"failed {type(error).__name__}: {error}".replace("\n", " ")
             _limit(0.0, None)
             connection.sendall(f"{found}\n\n".encode())
+
+
+def _address_space(statm: Path = Path("/proc/self/statm")) -> int:
+    """Bytes that this process has, or a little more than it can have so far where there is no /proc."""
+    try:
+        return int(statm.read_text().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 512 << 20
 
 
 def _limit(timeout_s: float, memory_bytes: int | None) -> None:
@@ -239,16 +247,32 @@ def _by_value(connection: socket.socket, pred: str, gold: str, decimal_digits: i
 def _by_library(connection: socket.socket, pred: str, gold: str, _: int) -> Found:
     module = sys.modules[_LIBRARY]
     try:
-        theirs = module.formula(gold)
+        theirs = module.formula(_without_name(module.sides(gold)))
         module.evaluate(theirs)
     except Unreadable:
         return Found.GOLD
     connection.sendall(b"ready\n")
+    first, *others = module.sides(pred)
+    for side in others if others and _is_name(first) else [first, *others]:
+        try:
+            mine = module.formula(side)
+            module.evaluate(mine)  # where memory ends here, math-verify would only say that they differ
+            if not module.equal(mine, theirs):
+                return Found.DIFFERENT
+        except MemoryError:
+            raise
+        except Exception:  # whatever math-verify stumbles over, this prediction is not the answer
+            return Found.DIFFERENT
+    return Found.EQUAL
+
+
+def _without_name(sides: list[str]) -> str:
+    """The last side of ``x = ...``; an equation whole."""
+    return sides[-1] if _is_name(sides[0]) else "=".join(sides)
+
+
+def _is_name(text: str) -> bool:
     try:
-        mine = module.formula(pred)
-        module.evaluate(mine)  # where memory ends here, math-verify would only say that they differ
-        return Found.EQUAL if module.equal(mine, theirs) else Found.DIFFERENT
-    except MemoryError:
-        raise
-    except Exception:  # whatever math-verify stumbles over, this prediction is not the answer
-        return Found.DIFFERENT
+        return is_name(read(text))
+    except Unreadable:
+        return False

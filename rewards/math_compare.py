@@ -11,9 +11,9 @@ as many digits as it takes. The rules of structures:
   ``(-\infty, 3)`` are the same. Equations are the same up to a factor. In a chain every side that is no name must be right; what follows
   a value and ``\approx`` is not read.
 - *Units*: compared where both have one that is known, without conversion; a missing or unknown one does not matter.
-- *Percent*: ``50\%`` equals ``50\%``, ``50`` and ``0.5``.
+- *Percent*: ``50\%`` equals ``50\%``, ``50`` and ``0.5``. *Degrees*: ``90^\circ`` equals ``90`` and ``\frac{\pi}{2}``.
 - *Numerals of a base* are compared as written, also with a numeral whose base is not given. *Times* are compared part by part, ``9:30`` is ``09:30``;
-  *ratios* by proportion.
+  *ratios* by proportion. *Residues*, ``n \equiv 1 \pmod 3``, by their modulus, and ``4`` is the same one.
 - *Words*: case, blanks and marks at the ends do not matter; *yes* is *true*, *no* is *false*.
 """
 
@@ -24,8 +24,9 @@ from fractions import Fraction
 from typing import Protocol
 
 from rewards.math_nodes import FORMULAS, INFINITY, Node, names, negative, num, plain_words
-from rewards.math_relations import coordinates, difference, interval, relation
+from rewards.math_relations import coordinates, difference, indexed_values, interval, relation
 
+_OF_INTEGERS = ("time", "ratio", "residue")
 _SAME_WORDS = {"true": "yes", "false": "no", "correct": "yes", "incorrect": "no", "dne": "doesnotexist", "undefined": "undefined"}
 
 
@@ -67,7 +68,7 @@ class _Comparison:
             return self.sequences(pred, gold)
         if pred.kind in ("list", "set") or gold.kind in ("list", "set"):
             return self.unordered(_members(pred, gold), _members(gold, pred))
-        if pred.kind in ("time", "ratio") or gold.kind in ("time", "ratio"):
+        if pred.kind in _OF_INTEGERS or gold.kind in _OF_INTEGERS:
             return self.ratios(pred, gold)
         if pred.kind == "base" or gold.kind == "base":
             return _numerals(pred, gold)
@@ -89,6 +90,10 @@ class _Comparison:
             )
         if pred.kind == gold.kind == "assign" and (pred.args[0] == gold.args[0] or None in (pred.args[0], gold.args[0])):
             return all(self.same(side, gold.args[1][-1]) for side in pred.args[1])
+        if pred.kind == "assign" and (roots := indexed_values(pred)) is not None and gold.kind in ("list", "set"):
+            return self.same(roots, gold)  # x_1 = 1, x_2 = 2
+        if gold.kind == "assign" and (roots := indexed_values(gold)) is not None and pred.kind in ("list", "set"):
+            return self.same(pred, roots)
         mine, theirs = coordinates(pred), coordinates(gold)
         if mine is not None and theirs is not None:
             return mine.keys() == theirs.keys() and all(self.same(mine[name], theirs[name]) for name in mine)
@@ -111,6 +116,8 @@ class _Comparison:
             if value.kind not in FORMULAS or gold_value.kind not in FORMULAS:
                 return False
             return self.same(Node("pct", (value,)) if unit else value, Node("pct", (gold_value,)) if gold_unit else gold_value)
+        if "degree" in (unit, gold_unit) and value.kind in FORMULAS and gold_value.kind in FORMULAS:  # the other is in radians
+            return self.same(Node("deg", (value,)) if unit else value, Node("deg", (gold_value,)) if gold_unit else gold_value)
         # "2 m" may have meant a product.
         other, letter, amount = (gold_value, unit, value) if unit else (value, gold_unit, gold_value)
         if letter is not None and len(letter) == 1 and Node("sym", (letter,)) in names(other) and amount.kind in FORMULAS:
@@ -169,11 +176,21 @@ class _Comparison:
             raise undecided
         return None
 
+    def residues(self, pred: tuple[Node, Node], gold: tuple[Node, Node]) -> bool:
+        if not self.same(pred[1], gold[1]):
+            return False
+        (value, modulus), (gold_value, _) = pred, gold
+        if value.kind == gold_value.kind == modulus.kind == "num" and modulus.args[0]:
+            return bool((value.args[0] - gold_value.args[0]) % modulus.args[0] == 0)
+        return self.same(value, gold_value)
+
     def ratios(self, pred: Node, gold: Node) -> bool:
         if pred.kind == gold.kind == "time":
             *mine, half = pred.args
             *theirs, gold_half = gold.args
             return mine == theirs and (half == gold_half or "" in (half, gold_half))
+        if pred.kind == gold.kind == "residue":
+            return self.residues(pred.args, gold.args)
         parts, gold_parts = _ratio(pred), _ratio(gold)
         if parts is None or gold_parts is None or len(parts) != len(gold_parts):
             return False

@@ -169,6 +169,8 @@ class Exact:
             if min(values[1], first - values[1]) * first.bit_length() > self._max_bits:
                 raise TooBig("a binomial is too long")
             return self._check(Fraction(comb(first, values[1])))
+        if name == "mod" and values[1]:
+            return Fraction(first % values[1])
         functions: dict[str, Callable[..., int]] = {"gcd": gcd, "lcm": lcm}
         if name in functions:
             return self._check(Fraction(functions[name](*values)))

@@ -10,19 +10,12 @@ Readings of what is ambiguous:
 
 from __future__ import annotations
 
-import functools
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
 from fractions import Fraction
-from typing import TypeVar
 
 from rewards.math_nodes import EMPTY, INFINITY, MINUS_ONE, Node, flat, negative, num, plain_words, product
+from rewards.math_reader import MAX_DEPTH, TokenReader, nested
 from rewards.math_tokens import Token, Unreadable
 from rewards.math_units import CURRENCY, FACTORS, PERCENT, SEPARATORS, unit_at
-
-P = TypeVar("P", bound="FormulaParser")
-
-MAX_DEPTH = 150  # some 50 brackets inside each other
 
 RELATIONS = frozenset(["=", "<", ">", "<=", ">=", "!=", "\\approx", "\\in"])
 FUNCTIONS = frozenset(
@@ -93,89 +86,39 @@ _GREEK = frozenset(
         "ell",
     ]
 )
+_SENTENCE_WORDS = frozenset(["for", "where", "when", "with", "if", "then", "that", "such", "unless"])
 _SIGNS = ("+", "-", "\\pm", "\\mp")
 _ENDS = RELATIONS.union(
     _SIGNS,
     [
-        ")",
-        "]",
-        "}",
-        "\\}",
-        "|",
-        ",",
-        ";",
-        "\\rangle",
-        "\\rfloor",
-        "\\rceil",
-        "&",
-        "\\\\",
-        "\\end",
-        "\\over",
-        ":",
-        "\\cup",
-        "\\and",
-        "\\or",
-        "\\choose",
+        r")",
+        r"]",
+        r"}",
+        r"\}",
+        r"|",
+        r",",
+        r";",
+        r"\rangle",
+        r"\rfloor",
+        r"\rceil",
+        r"&",
+        r"\\",
+        r"\end",
+        r"\over",
+        r":",
+        r"\cup",
+        r"\and",
+        r"\or",
+        r"\choose",
+        r"\pmod",
     ],
 )
+_CLOSING = {"(": ")", "{": "}", "[": "]", "\\{": "\\}"}
 _RUNS = ("sqrt", "sin", "cos", "tan", "log", "ln", "pi")  # found at the start of a run of letters
 
 
-def nested(method: Callable[[P], Node]) -> Callable[[P], Node]:
-    """Counts how deep such methods call each other, well before Python's own limit."""
-
-    @functools.wraps(method)
-    def counted(self: P) -> Node:
-        if self.depth >= MAX_DEPTH:
-            raise Unreadable("nested too deep")
-        self.depth += 1
-        node = method(self)
-        self.depth -= 1
-        return node
-
-    return counted
-
-
-class FormulaParser(ABC):
-    """Every method reads from ``position`` on and leaves it after what it read."""
-
-    def __init__(self, found: list[Token]) -> None:
-        self.tokens = found
-        self.position = 0
-        self.depth = 0
-        self.unit: str | None = None  # of the item that is being read
-        self.in_bars = False
-
-    @property
-    def peek(self) -> str:
-        return self.tokens[self.position].text if self.position < len(self.tokens) else ""
-
-    def take(self) -> str:
-        text = self.peek
-        self.position += 1
-        return text
-
-    def accept(self, *texts: str) -> bool:
-        if self.peek in texts and self.position < len(self.tokens):
-            self.position += 1
-            return True
-        return False
-
-    def expect(self, text: str) -> None:
-        if not self.accept(text):
-            raise Unreadable(f"'{text}' was expected, not '{self.peek}'")
-
-    @abstractmethod
-    def items(self) -> list[Node]:
-        """What is separated by commas, semicolons, *and*, *or*."""
-
-    @abstractmethod
-    def side(self) -> Node:
-        """A value with its unit, or a union of sets."""
-
-    @abstractmethod
-    def bracketed(self) -> Node:
-        """What begins with a bracket."""
+class FormulaParser(TokenReader):
+    """Sums, products, powers, numbers, names, functions."""
 
     def sum(self) -> Node:
         terms = [self.signed_term()]
@@ -208,6 +151,9 @@ class FormulaParser(ABC):
             elif text == "/":
                 self.position += 1
                 factors = [Node("div", (product(factors), self.signed_factor()))]
+            elif text == "\\bmod":
+                self.position += 1
+                factors = [Node("call", ("mod", product(factors), self.signed_factor()))]
             elif (kind == "word" and text.lower() in FACTORS) or (kind == "text" and text.lower() in FACTORS):
                 self.position += 1
                 factors.append(num(FACTORS[text.lower()]))
@@ -410,16 +356,14 @@ class FormulaParser(ABC):
         if text == "pi":
             self.position += 1
             return Node("const", ("pi",))
+        if text.lower() in _SENTENCE_WORDS:
+            raise Unreadable(f"'{text}' is no name")
         if len(text) >= 5:
             self.position += 1
             return Node("sym", (f"text {text.casefold()}",))
         # A run of letters is a product of names; the first is taken.
         prefix = next(
-            (
-                name
-                for name in ("sqrt", "sin", "cos", "tan", "log", "ln", "pi")
-                if len(text) > len(name) and text.startswith(name)
-            ),
+            (name for name in _RUNS if len(text) > len(name) and text.startswith(name)),
             text[0],
         )
         rest = text[len(prefix) :]
@@ -472,15 +416,6 @@ class FormulaParser(ABC):
             return self.call(name)
         raise Unreadable(f"\\{name} is not known")
 
-    def letters(self) -> Iterator[str]:
-        braced = self.accept("{")
-        while self.position < len(self.tokens) and self.tokens[self.position].kind == "word":
-            yield self.take()
-            if not braced:
-                return
-        if braced:
-            self.expect("}")
-
     def fraction(self) -> Node:
         token = self.tokens[self.position] if self.position < len(self.tokens) else Token("sym", "", False)
         if token.kind == "num" and len(token.text) > 1 and token.text.isdigit():  # \frac12: one digit each
@@ -507,10 +442,10 @@ class FormulaParser(ABC):
                 negated = self.accept("-")
                 exponent = self.argument()
                 exponent = negative(exponent) if negated else exponent
-        if self.peek in ("(", "{", "["):
+        if self.peek in _CLOSING:
             left = self.take()
             arguments = self.items()
-            self.expect({"(": ")", "{": "}", "[": "]"}[left])
+            self.expect(_CLOSING[left])
             if self.peek == "^" and exponent is None and left != "{":
                 self.position += 1
                 exponent = self.argument()
@@ -518,7 +453,9 @@ class FormulaParser(ABC):
             arguments = [self.bare_argument()]
         if exponent == MINUS_ONE and name in _INVERSE:
             name, exponent = _INVERSE[name], None
-        if name in ("log", "lg", "ln") and len(arguments) == 1:
+        if len(arguments) > 1 and name not in ("max", "min", "gcd", "lcm"):
+            raise Unreadable(f"several arguments of {name}")
+        if name in ("log", "lg", "ln"):
             arguments.append(base if base is not None else num(10) if name != "ln" else Node("const", ("e",)))
             name = "log"
         elif base is not None:
@@ -543,31 +480,3 @@ class FormulaParser(ABC):
         if self.accept("/"):
             return Node("div", (product(factors), self.factor()))
         return product(factors)
-
-    def matrix(self) -> Node:
-        environment = "".join(self.letters())
-        if environment not in ("pmatrix", "bmatrix", "matrix", "Bmatrix", "smallmatrix", "array"):
-            raise Unreadable(f"\\begin{{{environment}}} is not known")
-        if environment == "array":
-            self.expect("{")
-            while not self.accept("}"):
-                self.take()
-                if self.position > len(self.tokens):
-                    raise Unreadable("array")
-        rows: list[tuple[Node, ...]] = []
-        row: list[Node] = []
-        while self.peek != "\\end":
-            if self.peek == "\\\\" and not row:
-                self.position += 1
-                continue
-            row.append(self.side())
-            if self.accept("&"):
-                continue
-            rows.append(tuple(row))
-            row = []
-            if not self.accept("\\\\"):
-                break
-        self.expect("\\end")
-        if "".join(self.letters()) != environment or len({len(row) for row in rows}) != 1:
-            raise Unreadable("a matrix whose rows differ in length")
-        return Node("matrix", tuple(rows))

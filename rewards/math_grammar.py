@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import re
 
-from rewards.math_formulas import FUNCTIONS, RELATIONS, FormulaParser, nested
-from rewards.math_nodes import EMPTY, Node, flat, plain_words, spread
+from rewards.math_formulas import FUNCTIONS, RELATIONS, FormulaParser
+from rewards.math_nodes import ALL_REALS, EMPTY, Node, flat, plain_words, spread
+from rewards.math_reader import nested
 from rewards.math_tokens import Token, Unreadable, tokens
 from rewards.math_units import SEPARATORS, unit_at
 
 _WORDS_ONLY = re.compile(r"(?:[^\W\d_]|[ '.,!?-])*")
 _NO_WORDS = frozenset(("and", "or", "pi", "inf", "infinity", "i", "e"))
-_CHOICE = re.compile(r"(?:\(([A-Za-z])\)|([A-Za-z])\)|([A-Z])[.:]?)[.:]?")
-_LABEL = re.compile(r"(?:\(([A-J])\)[.:]?\s*|([A-J])[.):]\s+)(?!and\b|or\b|[(,;&])(?=\S)")
 _SAID_BEFORE = re.compile(r"(?i)(?:so |thus |hence |therefore,? )?(?:the )?(?:final )?answer\s*(?:is\b|[:=])\s*")
-_NOTHING = frozenset(
-    ["nosolution", "nosolutions", "norealsolution", "norealsolutions", "emptyset", "theemptyset", "thereisnosolution"]
+_NOTHING = re.compile(
+    r"(?:(?:there)?(?:is|are|has|have))?no(?:real|integer|such)?(?:solutions?|roots?)(?:exists?)?|(?:the)?emptyset"
 )
+_EVERYTHING = re.compile(r"(?:all|any|every|theset(?:of)?(?:all)?)?(?:the)?real(?:s|numbers?)x?|all(?:real)?(?:values(?:of)?)?x")
 
 
 def read(text: str) -> Node:
@@ -33,24 +33,13 @@ def read(text: str) -> Node:
         raise Unreadable("empty")
     words = _words(found)
     if words is not None:
-        return EMPTY if plain_words(words) in _NOTHING else Node("text", (words,))
+        plain = plain_words(words)
+        return EMPTY if _NOTHING.fullmatch(plain) else ALL_REALS if _EVERYTHING.fullmatch(plain) else Node("text", (words,))
     parser = _Parser(found)
     items = parser.items()
     if parser.position < len(found):
         raise Unreadable(f"'{parser.peek}' was not expected")
     return spread(listed(items))
-
-
-def choice(text: str) -> str | None:
-    """The letter of an answer that is nothing but one, such as ``(E)``, ``E.``, ``E``."""
-    match = _CHOICE.fullmatch(text.strip())
-    return next((group for group in match.groups() if group is not None), None) if match else None
-
-
-def labelled(text: str) -> tuple[str, str] | None:
-    """Letter and content of ``(E) 35``."""
-    match = _LABEL.match(text)
-    return ((match[1] or match[2]), text[match.end() :].strip()) if match else None
 
 
 def _words(found: list[Token]) -> str | None:
@@ -86,6 +75,9 @@ class _Parser(FormulaParser):
         found = [self.item()]
         while self.separator():
             found.append(self.item())
+        if self.accept("\\pmod"):
+            modulus = self.argument()
+            found = [_residue(item, modulus) for item in found]
         return found
 
     def separator(self) -> bool:
@@ -102,6 +94,10 @@ class _Parser(FormulaParser):
 
     @nested
     def item(self) -> Node:
+        if [token.text for token in self.tokens[self.position + 1 : self.position + 2]] == [":"] and (
+            time := self.time()
+        ) is not None:
+            return time
         outer, self.unit = self.unit, None
         sides, operators = [self.side()], []
         while self.peek in RELATIONS:
@@ -117,17 +113,25 @@ class _Parser(FormulaParser):
         return node
 
     def ratio(self, first: Node) -> Node:
-        parts, written = [first], [self.tokens[self.position - 1].text]
+        parts = [first]
         while self.accept(":"):
             parts.append(self.sum())
-            written.append(self.tokens[self.position - 1].text)
-        if all(text.isdigit() for text in written) and all(len(text) == 2 for text in written[1:]) and len(parts) <= 3:
-            half = re.sub(r"[.\s]", "", self.peek.lower())
-            rest = "".join(token.text for token in self.tokens[self.position :]).replace(".", "").lower()
-            if half and rest in ("am", "pm"):
-                self.position = len(self.tokens)
-            return Node("time", (*(int(text) for text in written), rest if rest in ("am", "pm") else ""))
         return Node("ratio", tuple(parts))
+
+    def time(self) -> Node | None:
+        """``9:30``, ``9:30:00``, ``9:30 p.m.``"""
+        start = self.position
+        parts = [self.take()]
+        while self.accept(":"):
+            parts.append(self.take())
+        if not 2 <= len(parts) <= 3 or not all(part.isdigit() for part in parts) or any(len(part) != 2 for part in parts[1:]):
+            self.position = start
+            return None
+        rest = re.sub(r"[.\s]", "", "".join(token.text for token in self.tokens[self.position : self.position + 4])).lower()
+        half = rest if rest in ("am", "pm") else ""
+        if half:
+            self.position = len(self.tokens)
+        return Node("time", (*map(int, parts), half))
 
     def side(self) -> Node:
         """A value with its unit, or a union of sets."""
@@ -179,6 +183,14 @@ class _Parser(FormulaParser):
             self.position += after + 1
             return True
         return False
+
+
+def _residue(item: Node, modulus: Node) -> Node:
+    """``n = 1`` as the residue of n."""
+    if item.kind == "chain":
+        operators, sides = item.args
+        return Node("chain", (operators, (*sides[:-1], Node("residue", (sides[-1], modulus)))))
+    return Node("residue", (item, modulus))
 
 
 def _has_degrees(node: Node) -> bool:

@@ -12,8 +12,8 @@ class Node(NamedTuple):
     """``kind`` and what belongs to it.
 
     Formulas: num(Fraction, decimal places or None), sym(name), const(name), add(*), mul(*), div(a, b), pow(a, b), call(name, *args), pm(x), mp(x),
-    deg(x), pct(x). Structures: list(*), set(*), seq(left, right, *), union(*), chain(ops, sides), qty(value, unit), matrix(rows), base(digits,
-    base), time(*ints), ratio(*), text(words).
+    deg(x), pct(x). Structures: list(*), set(*), seq(left, right, *), union(*), chain(ops, sides), qty(value, unit), matrix(rows), cases(rows), base(digits,
+    base), time(*ints, half of the day), ratio(*), residue(value, modulus), text(words).
     """
 
     kind: str
@@ -27,6 +27,7 @@ def num(value: int | Fraction) -> Node:
 MINUS_ONE = num(-1)
 INFINITY = Node("const", ("infinity",))
 EMPTY = Node("set", ())
+ALL_REALS = Node("const", ("set R",))
 FORMULAS = frozenset(("num", "sym", "const", "add", "mul", "div", "pow", "call", "deg", "pct"))
 _NO_NAMES: frozenset[Node] = frozenset()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rewards.math_nodes import FORMULAS, INFINITY, Node, names, negative
+from rewards.math_nodes import ALL_REALS, FORMULAS, INFINITY, MINUS_ONE, Node, names, negative
 
 
 def relation(node: Node) -> Node:
@@ -14,8 +14,10 @@ def relation(node: Node) -> Node:
     """
     if node.kind == "chain":
         return _chain(*node.args)
-    if node == Node("const", ("set R",)):
+    if node == ALL_REALS:
         return interval(node)
+    if node.kind == "cases":
+        return Node("set", tuple(Node("seq", ("(", ")", value, relation(condition))) for value, condition in node.args))
     if node.kind == "list":
         items = [relation(item) for item in node.args]
         if all(item.kind == "assign" and item.args[0] == items[0].args[0] for item in items):
@@ -31,9 +33,10 @@ def relation(node: Node) -> Node:
 
 
 def _chain(operators: tuple[str, ...], sides: tuple[Node, ...]) -> Node:
+    sides = tuple(relation(side) if side.kind == "cases" else side for side in sides)
     if "\\approx" in operators:
         cut = operators.index("\\approx")
-        if not _is_name(sides[cut]):
+        if not is_name(sides[cut]):
             operators, sides = operators[:cut], sides[: cut + 1]
             if not operators:
                 return sides[0]
@@ -53,9 +56,9 @@ def _chain(operators: tuple[str, ...], sides: tuple[Node, ...]) -> Node:
 
 
 def _equation(sides: tuple[Node, ...]) -> Node:
-    if _is_name(sides[0]):
-        return Node("assign", (sides[0], tuple(side for side in sides[1:] if not _is_name(side)) or sides[-1:]))
-    if len(sides) == 2 and _is_name(sides[1]):
+    if is_name(sides[0]):
+        return Node("assign", (sides[0], tuple(side for side in sides[1:] if not is_name(side)) or sides[-1:]))
+    if len(sides) == 2 and is_name(sides[1]):
         return Node("assign", (sides[1], sides[:1]))
     if len(sides) > 2 or not any(names(side) for side in sides):
         return Node("assign", (None, sides))
@@ -93,19 +96,27 @@ def _between(parts: Sequence[Node]) -> Node | None:
     return Node("interval", (low.args[0], high.args[1], low.args[2], high.args[3]))
 
 
-def _is_name(node: Node) -> bool:
+def is_name(node: Node) -> bool:
     """A name, or names only: ``f(x)``, ``AB``, ``\\cos x``, ``(x, y)``."""
     if node.kind in ("sym", "text"):
         return True
+    if node.kind == "mul" and _is_function(node.args[0]):  # f(3), f^{-1}(x)
+        return all(is_name(part) or part.kind in ("num", "const", "seq") for part in node.args[1:])
     if node.kind in ("mul", "div"):
-        return all(_is_name(part) or part.kind == "const" for part in node.args) and bool(names(node))
+        return all(is_name(part) or part.kind == "const" for part in node.args) and bool(names(node))
     if node.kind == "seq":
-        return all(_is_name(part) for part in node.args[2:])
+        return all(is_name(part) for part in node.args[2:])
     return (
         node.kind == "call"
-        and all(_is_name(part) or part.kind in ("num", "const") for part in node.args[1:])
+        and all(is_name(part) or part.kind in ("num", "const") for part in node.args[1:])
         and bool(names(node))
     )
+
+
+def _is_function(node: Node) -> bool:
+    if node.kind == "pow":
+        return node.args[1] == MINUS_ONE and _is_function(node.args[0])
+    return node.kind == "sym" and node.args[0].rstrip("'") in ("f", "g", "h", "p", "q", "F", "G", "P", "Q")
 
 
 def difference(node: Node) -> Node | None:
@@ -128,10 +139,19 @@ def coordinates(node: Node) -> dict[Node, Node] | None:
     return dict(zip(named, value.args[2:], strict=True)) if value.kind == "seq" and len(value.args) == len(named) + 2 else None
 
 
+def indexed_values(node: Node) -> Node | None:
+    """``x_1 = 1, x_2 = 2`` as the list of what one name is."""
+    found = coordinates(node)
+    if found is None or any(name.kind != "sym" for name in found):
+        return None
+    bases = {name.args[0].partition("_")[0] if "_" in name.args[0] else None for name in found}
+    return Node("list", tuple(found.values())) if len(bases) == 1 and None not in bases else None
+
+
 def interval(node: Node) -> Node:
     if node.kind == "seq" and len(node.args) == 4:
         left, right, low, high = node.args
         return Node("interval", (low, high, left == "(", right == ")"))
-    if node == Node("const", ("set R",)):
+    if node == ALL_REALS:
         return Node("interval", (negative(INFINITY), INFINITY, True, True))
     return node

@@ -3,8 +3,11 @@ r"""Equality of formulas that are not rational: roots, pi, e, i, logarithms, ang
 Both are evaluated to as many bits as their own size asks for. They differ where the values do; they are the same where the values agree
 in all those bits, `_MIN_BITS` and eight for every bit of the numbers written in them and of the size of every power and exponential. That is
 the uniformity conjecture's bound for numbers made by closed formulas (Richardson, The uniformity conjecture, 2001) with a wide margin: a formula
-of that size that is not 0 is not that close to 0. With names in them, formulas are compared at fixed rational places, of both signs, where both are
-real. So ``\sqrt{x^2}`` is not ``x``.
+of that size that is not 0 is not that close to 0.
+
+With names in them, formulas are compared at fixed places: near 0 and far from it, of all signs, integers too, where both are real throughout (where
+``i`` stands in neither). So ``\sqrt{x^2}`` is not ``x``, ``|x - 10|`` not ``10 - x``, ``\sqrt{x}\sqrt{y}`` is ``\sqrt{xy}``, and ``(-1)^n``, which is
+real at integers only, is ``\cos n\pi``. Without names, roots and logarithms of negative numbers have their principal values.
 
 It runs in the child process of `rewards.math_child` alone: it takes as long as the formulas ask for.
 """
@@ -28,8 +31,16 @@ _MIN_BITS = 256
 _MAX_BITS = 1 << 16
 _MAX_POWER = 1 << 40  # bits of a power; above it is `Huge`
 _MAX_ANGLE = 1 << 14  # bits before the point of what goes into a periodic function
-_NUM_PLACES = 10  # the second half has negative numbers too
-_NUM_AGREEING = 3
+_NEAR, _MIDDLE, _FAR, _FARTHER, _INTEGER = range(5)  # below 1, 1 to 5, 10 to 42, some 10^5, 4 to 13
+_POSITIVE, _NEGATIVE, _FIRST_NEGATIVE, _SECOND_NEGATIVE = (1, 1), (-1, -1), (-1, 1), (1, -1)  # names in turn
+_PLACES = (
+    *((size, _POSITIVE) for size in (_NEAR, _MIDDLE, _NEAR, _FAR, _FARTHER)),
+    *((size, signs) for signs in (_FIRST_NEGATIVE, _SECOND_NEGATIVE) for size in (_NEAR, _MIDDLE)),
+    *((size, _NEGATIVE) for size in (_FAR, _FARTHER)),
+    *((_INTEGER, _POSITIVE) for _ in range(3)),
+)
+_NUM_AGREEING = 2  # at least, and at a quarter of the places where the reference has a value
+_I = Node("const", ("i",))
 _FUNCTIONS = {
     "arcsin": "asin",
     "arccos": "acos",
@@ -62,18 +73,18 @@ class Numeric:
         free = names(pred) | names(gold)
         if not free:
             return bool(_compare(pred, gold)) or self._rounds(pred, gold)
-        outcomes = [_compare(_placed(pred, place), _placed(gold, place)) for place in _places(free)]
-        return False not in outcomes and outcomes.count(True) >= _NUM_AGREEING
+        return _agree(pred, gold, free)
 
     def proportional(self, pred: Node, gold: Node, *, positive: bool) -> bool:
         try:
             return Exact(self._decimal_digits, max_bits=1 << 20).proportional(pred, gold, positive=positive)
         except Undecided:
             pass
-        pairs = [(_placed(pred, place), _placed(gold, place)) for place in _places(names(pred) | names(gold))]
-        (first, gold_first), *rest = [pair for pair in pairs if all(_is_number(node) for node in pair)] or [(pred, gold)]
-        if len(rest) < _NUM_AGREEING or (positive and not _positive(Node("div", (first, gold_first)))):
+        placed = [(_placed(pred, place), _placed(gold, place)) for _, place in _places(names(pred) | names(gold))]
+        pairs = [pair for pair in placed if all(_has_value(node, real=True, other_than_0=True) for node in pair)]
+        if len(pairs) <= _NUM_AGREEING or (positive and not _positive(Node("div", pairs[0]))):
             return False
+        (first, gold_first), *rest = pairs
         return all(_compare(Node("mul", (mine, gold_first)), Node("mul", (theirs, first))) for mine, theirs in rest)
 
     def _rounds(self, pred: Node, gold: Node) -> bool:
@@ -93,8 +104,28 @@ class Numeric:
         return False
 
 
-def _compare(pred: Node, gold: Node) -> bool | None:
-    """Whether two formulas without names are equal; None where one of them has no value, or only one is real."""
+def _agree(pred: Node, gold: Node, free: frozenset[Node]) -> bool:
+    """Whether two formulas with names in them are equal."""
+    real = not _holds(pred, _I) and not _holds(gold, _I)
+    num_equal = num_values = 0
+    for size, place in _places(free):
+        mine, theirs = _placed(pred, place), _placed(gold, place)
+        try:
+            equal = _compare(mine, theirs, real=real, max_bits=_MAX_BITS if size in (_NEAR, _MIDDLE) else _MAX_BITS >> 4)
+        except Undecided:
+            if size in (_NEAR, _MIDDLE):
+                raise
+            equal = None  # powers are out of reach there
+        if equal is False:
+            return False
+        num_equal += equal is True
+        num_values += equal is True or _has_value(theirs, real=real)
+    return num_equal >= max(_NUM_AGREEING, num_values / 4)
+
+
+def _compare(pred: Node, gold: Node, *, real: bool = False, max_bits: int = _MAX_BITS) -> bool | None:
+    """Whether two formulas without names are equal; None where one of them has no value, or only one is real. With ``real`` a formula
+    has no value either where a part of it is not real."""
     bits = _MIN_BITS
     while True:
         mine, theirs = _Evaluation(bits), _Evaluation(bits)
@@ -107,7 +138,7 @@ def _compare(pred: Node, gold: Node) -> bool | None:
             a = mine.of(pred)
         except _NO_VALUE:
             return None
-        if isinstance(a, mpf) != isinstance(b, mpf):
+        if isinstance(a, mpf) != isinstance(b, mpf) or (real and (mine.left_reals or theirs.left_reals)):
             return None
         with mp.workprec(bits):
             sizes = [mp.mag(value) for value in (a, b) if value != 0]
@@ -120,17 +151,22 @@ def _compare(pred: Node, gold: Node) -> bool | None:
         needed = _MIN_BITS + 8 * (mine.size + theirs.size)
         if bits >= needed:
             return True
-        if needed > _MAX_BITS:
+        if needed > max_bits:
             raise Undecided("they agree, but the formulas are too large to tell that they are equal")
         bits = needed
 
 
-def _is_number(node: Node) -> bool:
+def _has_value(node: Node, *, real: bool, other_than_0: bool = False) -> bool:
+    evaluation = _Evaluation(_MIN_BITS)
     try:
-        value = _Evaluation(_MIN_BITS).of(node)
-    except _NO_VALUE:
+        value = evaluation.of(node)
+    except (Undecided, *_NO_VALUE):
         return False
-    return isinstance(value, mpf) and value != 0
+    return not (real and evaluation.left_reals) and not (other_than_0 and value == 0)
+
+
+def _holds(node: Any, part: Node) -> bool:
+    return node == part or (isinstance(node, tuple) and any(_holds(child, part) for child in node))
 
 
 def _positive(node: Node) -> bool:
@@ -138,10 +174,11 @@ def _positive(node: Node) -> bool:
 
 
 class _Evaluation:
-    """One evaluation with ``bits`` bits. ``size`` is the bits of all numbers in it, ``largest`` those of the largest value."""
+    """One evaluation with ``bits`` bits. ``size`` is the bits of all numbers in it, ``largest`` those of the largest value, ``left_reals``
+    whether a part of it was not real."""
 
     def __init__(self, bits: int) -> None:
-        self.bits, self.size, self.largest = bits, 0, 0
+        self.bits, self.size, self.largest, self.left_reals = bits, 0, 0, False
 
     def of(self, node: Node) -> Any:
         """mpf or mpc. Raises `Huge`, `Undefined`, ZeroDivisionError and what mpmath raises."""
@@ -156,6 +193,7 @@ class _Evaluation:
         if not mp.isfinite(value):
             raise Undefined(node.kind)
         if value != 0:
+            self.left_reals |= isinstance(value, mpc) and not self._is_noise(value.imag, abs(value))
             magnitude = int(mp.mag(value))
             self.largest = max(self.largest, magnitude)
             if node.kind not in ("add", "mul", "div"):
@@ -230,14 +268,20 @@ class _Evaluation:
         if name in ("max", "min", "floor", "ceil") and all(isinstance(value, mpf) for value in values):
             return max(values) if name == "max" else min(values) if name == "min" else getattr(mp, name)(first)
         if name in ("factorial", "factorial2", "binom"):
-            if any(value != 0 and mp.mag(value) > 40 for value in values):
-                raise Huge(name)
-            return mp.binomial(*values) if name == "binom" else getattr(mp, _FUNCTIONS.get(name, name))(first)
+            return self._factorial(name, values)
         if name == "abs":
             return abs(first)
         if name in _FUNCTIONS:
             return getattr(mp, _FUNCTIONS[name])(first)
         raise Undefined(name)
+
+    def _factorial(self, name: str, values: list[Any]) -> Any:
+        is_integer = all(value == mp.floor(value) for value in values if isinstance(value, mpf))
+        if name == "factorial2" and not is_integer:
+            raise Undefined(name)  # mpmath's has little to do with double factorials
+        if any(value != 0 and mp.mag(value) > (40 if is_integer else 4) for value in values):
+            raise Huge(name)  # of fractions it takes long
+        return mp.binomial(*values) if name == "binom" else getattr(mp, _FUNCTIONS.get(name, name))(values[0])
 
     def _root(self, value: Any, index: Any) -> Any:
         if index == 0:
@@ -270,16 +314,31 @@ def _placed(node: Any, place: dict[Node, Node]) -> Any:
     return Node(node.kind, tuple(_placed(child, place) for child in node.args))
 
 
-def _places(free: frozenset[Node]) -> Iterator[dict[Node, Node]]:
-    for number in range(_NUM_PLACES):
-        yield {name: Node("num", (_coordinate(name.args[0], number), None)) for name in free}
+def _places(free: frozenset[Node]) -> Iterator[tuple[int, dict[Node, Node]]]:
+    """How far from 0, and the numbers for all names."""
+    ordered = sorted(free, key=lambda name: str(name.args[0]))
+    for number, (size, signs) in enumerate(_PLACES):
+        yield (
+            size,
+            {
+                name: Node("num", (signs[index % 2] * _coordinate(name.args[0], number, size), None))
+                for index, name in enumerate(ordered)
+            },
+        )
 
 
 @lru_cache(maxsize=1024)
-def _coordinate(name: str, number: int) -> Fraction:
-    above, below, sign = hashlib.blake2b(f"{number} {name}".encode(), digest_size=3).digest()
-    size = Fraction(above + 2, below % 64 + 67)  # 1/66 to 4
-    return -size if number >= _NUM_PLACES // 2 and sign % 2 else size
+def _coordinate(name: str, number: int, size: int) -> Fraction:
+    first, second = hashlib.blake2b(f"{number} {name}".encode(), digest_size=2).digest()
+    if size == _INTEGER:
+        return Fraction(2 * (first % 5) + 4 + number % 2)  # odd and even
+    fraction = Fraction(first + 2, second + 300)
+    return {
+        _NEAR: fraction,
+        _MIDDLE: 1 + 4 * fraction,
+        _FAR: 10 + Fraction(first, 8) + fraction,
+        _FARTHER: 10**5 + 1000 * first + fraction,
+    }[size]
 
 
 def _fraction(value: Any) -> Fraction:

@@ -48,6 +48,11 @@ _CHARACTERS = str.maketrans(
         "\u2a7e": r"\ge ",
         "\u2260": r"\ne ",
         "\u2248": r"\approx ",
+        "\u2261": r"\equiv ",
+        "\u2216": r"\setminus ",
+        "\u2229": r"\cap ",
+        "\u3002": ".",
+        "\u3001": ",",
         "\u2208": r"\in ",
         "\u222a": r"\cup ",
         "\u2205": r"\emptyset ",
@@ -78,6 +83,11 @@ _GROUPED = re.compile(
 )
 _COMMAS = re.compile(r"(?<![\d.,_^])[1-9]\d{0,2}(?:,\d{3})++(?!,?\d)")
 _DOTS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:\.\d{3}){2,}+(?!\.?\d)")
+_MODULUS = re.compile(
+    r"\\pod(?![A-Za-z])|\((?:\\text\s*\{\s*)?\\?[bp]?mod\b(?:\s*\}|\\?\s)*(?P<bracketed>\{[^{}()]*\}|[^{}()]*)\)"
+    r"|(?<=\\equiv)(?P<before>[^()]*?)\\?\bb?mod\b"
+)
+_WITHOUT = re.compile(r"(\\mathbb\s*\{?\s*[A-Z]\s*\}?)\s*(?:-|\\backslash)\s*(?=\\\{)")
 _DECIMAL_COMMA = re.compile(r"(?<=\d)\{,\}(?=\d)")
 _REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{(\d+)\}")
 
@@ -129,7 +139,7 @@ _SAME = {
     "\\times": "*", "\\cdot": "*", "\\ast": "*", "\\div": "/", "\\lbrace": "\\{", "\\rbrace": "\\}", "\\lbrack": "[", "\\rbrack": "]",
     "\\lvert": "|", "\\rvert": "|", "\\vert": "|", "\\mid": "|", "\\tbinom": "\\binom", "\\dbinom": "\\binom", "\\varnothing": "\\emptyset",
     "\\simeq": "\\approx", "\\degree": "\\circ", "\\percent": "%", "\\%": "%", "\\colon": ":", "\\land": "\\and", "\\lor": "\\or",
-    "\\varphi": "\\phi", "\\varepsilon": "\\epsilon", "\\dollar": "\\$", "\\imath": "i", "\\union": "\\cup", "\\lor ": "\\or",
+    "\\varphi": "\\phi", "\\varepsilon": "\\epsilon", "\\dollar": "\\$", "\\textdollar": "\\$", "\\equiv": "=", "\\imath": "i", "\\union": "\\cup", "\\lor ": "\\or",
 }  # fmt: skip
 _FORMULA_WORDS = frozenset(
     [
@@ -181,6 +191,10 @@ def normalize(text: str) -> str:
         text = text.translate(_CHARACTERS)
         for letter, name in _GREEK.items():
             text = text.replace(letter, name)
+    if "mod" in text or "\\pod" in text:
+        text = _MODULUS.sub(_modulus, text)
+    if "\\mathbb" in text:
+        text = _WITHOUT.sub(r"\1\\setminus ", text)
     if "\\\\" in text and "\\begin" not in text:
         text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)  # a text that was escaped once too often
     if "," in text or "." in text or "\\" in text or " " in text or "~" in text or "'" in text:
@@ -197,6 +211,13 @@ def _ungroup(text: str) -> str:
         text = _DECIMAL_COMMA.sub(".", text)
     text = _DOTS.sub(lambda m: m[0].replace(".", ""), text)
     return _REPEATING.sub(_fraction_of_repeating, text) if "\\" in text else text
+
+
+def _modulus(match: re.Match[str]) -> str:
+    """Every spelling of a modulus as ``\\pmod``; an operator, ``17 \\bmod 5``, stays what it is."""
+    if match["bracketed"] is not None:
+        return rf"\pmod{{{match['bracketed'].strip('{} ')}}}"
+    return rf"{match['before'] or ''}\pmod "
 
 
 def _ungroup_commas(match: re.Match[str], text: str, bracketed: bool, spaced: bool) -> str:
@@ -264,7 +285,11 @@ def _read_text(command: str, content: str, found: list[Token], spaced: bool, dep
         found.append(Token("text", content.strip(), spaced=True))
         return
     plain = command.startswith(("\\boxed", "\\fbox", "\\underline", "\\boldsymbol", "\\bm", "\\vec", "\\mathbf", "\\textbf"))
-    if plain or all(len(word) == 1 or word in _FORMULA_WORDS for word in words):
+    if (
+        plain
+        or content.lstrip(" $")[:1].isdigit()
+        or all((len(word) == 1 and word.isascii()) or word in _FORMULA_WORDS for word in words)
+    ):
         _read(content, found, spaced=spaced or content[:1].isspace(), depth=depth + 1)
     elif content.strip():
         found.append(Token("text", " ".join(content.split()), spaced or content[:1].isspace()))

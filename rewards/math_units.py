@@ -77,6 +77,42 @@ _NO_UNITS = frozenset(
         "lcm",
     ]
 )
+# These make another number or a condition of it: 4 fifths, 4 point five, n even.
+_CHANGES = frozenset(
+    [
+        "one",
+        "two",
+        "three",
+        "four",
+        "five",
+        "six",
+        "seven",
+        "eight",
+        "nine",
+        "ten",
+        "eleven",
+        "twelve",
+        "half",
+        "halves",
+        "thirds",
+        "fourths",
+        "fifths",
+        "sixths",
+        "sevenths",
+        "eighths",
+        "ninths",
+        "tenths",
+        "hundredths",
+        "thousandths",
+        "negative",
+        "below",
+        "factorial",
+        "lakh",
+        "lakhs",
+        "crore",
+        "crores",
+    ]
+)
 _SMALL = frozenset(("of", "the", "per", "a", "an", "th", "st", "nd", "rd"))
 
 
@@ -143,8 +179,10 @@ class _Unit:
             self._sign = -1
         elif lower in ("squared", "cubed") and self.parts:
             self.raise_last(_POWERS[lower])
-        elif lower in _POWERS:
+        elif lower in ("square", "sq", "cubic", "cu"):
             self._power = _POWERS[lower]
+        elif lower in _POWERS:  # of a number
+            return False
         elif (unit := _unit(word)) is not None:
             self.parts += [(unit, self._sign * self._power)] if unit not in _PER_HOUR else [(_PER_HOUR[unit], 1), ("hour", -1)]
             self._power = 1
@@ -163,7 +201,7 @@ def _unit(word: str) -> str | None:
 
 
 def _is_unknown_unit(word: str, *, in_text: bool, after_blank: bool) -> bool:
-    if not word.isalpha() or word.lower() in _NO_UNITS or word.lower() in FACTORS:
+    if not word.isalpha() or any(word.lower() in words for words in (_NO_UNITS, _CHANGES, FACTORS)):
         return False
     if in_text or word.lower() in _SMALL:
         return True

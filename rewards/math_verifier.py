@@ -22,18 +22,24 @@ from rewards import math_child
 from rewards.answers import clean, find_answer, last_box
 from rewards.contract import InvalidItem, Verdict
 from rewards.math_child import Found
+from rewards.math_choices import same_choice, untexted, without_labels
 from rewards.math_compare import Undecided, same
 from rewards.math_exact import Exact
-from rewards.math_grammar import choice, labelled, read
+from rewards.math_grammar import read
 from rewards.math_nodes import Node, plain_words
+from rewards.math_numbers import written_out
+from rewards.math_ranges import without_range
 from rewards.math_tokens import MAX_LENGTH, Unreadable, normalize
 from rollout.records import Outcome
 
 _INTEGER = re.compile(r"\s*(?P<sign>[+-]?)\s*(?P<digits>[0-9]++)\s*\.?\s*")
 _DIGITS = re.compile(r"[-+\N{MINUS SIGN}\d\s,.{}!\\~']*+")
 _WORDS = re.compile(r"\\(?:text|mbox|hbox)")
+_LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")  # of a word or name, not of a command
+_SPACES = re.compile(r"\\[,;:! ]|\\(?:left|right)(?![A-Za-z])|[\s$~]")
+_AND = re.compile(r"(?<=[a-z])(?:,?and|,)(?=\d)")  # 11 hours and 30 minutes
 _LIBRARY = re.compile(
-    r"\\(?:i{1,3}nt|oint|sum|prod|lim|setminus|backslash|cap|b?mod|pmod|det|operatorname|begin|Re|Im|arg|bar|overline)(?![A-Za-z])"
+    r"\\(?:i{1,3}nt|oint|sum|prod|lim|setminus|backslash|cap|pmod|det|operatorname|begin|Re|Im|arg|bar|overline)(?![A-Za-z])"
 )
 _LIMITS = {Found.TIME_LIMIT: Outcome.TIME_LIMIT, Found.MEMORY_LIMIT: Outcome.MEMORY_LIMIT, Found.CRASH: Outcome.CRASH}
 
@@ -47,6 +53,7 @@ def math(
     timeout_seconds: float = 5.0,
     memory_limit_mb: int = 1024,
     decimal_digits: int = 6,
+    require_number: bool = False,
 ) -> Verdict:
     r"""1.0 where the completion's answer equals ``answer``, a text (LaTeX or plain) or a number; else 0.0.
 
@@ -54,7 +61,9 @@ def math(
     rational. ``decimal_digits``: a decimal of so many significant digits equals a value without a finite decimal that rounds to
     it; 0 never. ``extracted`` is the answer as written; the measure ``symbolic`` is 1 where exact arithmetic was not enough.
 
-    The value of an answer counts, not its form: ``2^{10}`` is ``1024``.
+    The value of an answer counts, not its form: ``2^{10}`` is ``1024``, and ``37 \\cdot 48`` repeats a question about it. With ``require_number``,
+    where the reference answer is a number (integer, decimal, fraction, mixed number, percent; also with a unit, in lists, pairs, intervals),
+    the answer must be one: no root, power or product counts, and no fraction that is not in lowest terms unless the reference is it.
 
     Raises `InvalidItem` for a reference answer that can not be used.
     """
@@ -63,15 +72,18 @@ def math(
     if found is None:
         return Verdict(value=0.0, accuracy=0.0, outcome=Outcome.UNPARSED, extracted=None, measures={"symbolic": 0.0})
     symbolic = 0.0
-    equal = _without_symbols(clean(found), gold, decimal_digits)
+    equal = _same_as_written(clean(found), gold)
+    if equal is None:
+        mine, theirs, ranges_differ = _bare(clean(found), gold)
+        equal = False if ranges_differ else _without_symbols(mine, theirs, decimal_digits, require_number)
     outcome = Outcome.RIGHT if equal else Outcome.WRONG
     if equal is None:
         symbolic = 1.0
-        gold_is_read = _structure(gold) is not None
-        library = not gold_is_read or _structure(clean(found)) is None
+        gold_is_read = _structure(theirs) is not None
+        library = not gold_is_read or _structure(mine) is None
         decided = math_child.compare(
-            clean(found),
-            gold,
+            mine,
+            theirs,
             library=library,
             decimal_digits=decimal_digits,
             timeout_s=timeout_seconds,
@@ -103,59 +115,53 @@ def _reference(answer: Any) -> str:
     )
 
 
-def _without_symbols(found: str, gold: str, decimal_digits: int) -> bool | None:
-    """Whether two answers are the same; None where formulas must be evaluated."""
+def _same_as_written(found: str, gold: str) -> bool | None:
+    """Whether two texts, integers or letters of multiple choice are the same; None where they are something else."""
     if found == gold:
         return True
     integers = _integer(found), _integer(gold)
     if integers[0] is not None and integers[1] is not None:
         return integers[0] == integers[1]
-    if (letters := _choices(found, gold)) is not None:
-        return letters
+    return same_choice(found, gold) if _LETTER.search(found) and _LETTER.search(gold) else None
+
+
+def _bare(found: str, gold: str) -> tuple[str, str, bool]:
+    """Both without labels and ranges of parameters, and whether these ranges differ."""
+    if not (_LETTER.search(found) or _LETTER.search(gold)):
+        return found, gold, False
+    found, gold = without_labels(found, gold)
+    (found, range_found), (gold, range_gold) = without_range(found), without_range(gold)
+    return found, gold, bool(range_found and range_gold and range_found != range_gold)
+
+
+def _without_symbols(found: str, gold: str, decimal_digits: int, require_number: bool) -> bool | None:
+    """Whether two answers are the same; None where formulas must be evaluated."""
     mine, theirs = _structure(found), _structure(gold)
+    if require_number and theirs is not None and mine != theirs and written_out(theirs) and not (mine and written_out(mine)):
+        return False
     if mine is None or theirs is None:
-        return _unread(found, gold, gold_is_read=theirs is not None)
+        return _unread(found, gold, theirs)
     try:
         return same(mine, theirs, Exact(decimal_digits))
     except Undecided:
         return None
 
 
-def _unread(found: str, gold: str, *, gold_is_read: bool) -> bool | None:
+def _unread(found: str, gold: str, gold_read: Node | None) -> bool | None:
     """The same where our grammar does not know one of both.
 
     A reference answer is then words, unless it is written as a formula. Only formulas of the kinds in `_LIBRARY` are worth a second reader:
     of other text math-verify takes the part it can read, ``5`` of ``5 \\text{ or maybe 6}``.
     """
-    if plain_words(found) == plain_words(gold):
-        return True
-    if not gold_is_read and "\\" in gold and not _LIBRARY.search(gold) and not _WORDS.search(gold):
+    if gold_read is None or gold_read.kind == "text":
+        mine, theirs = (_AND.sub("", _SPACES.sub("", untexted(text))) for text in (found, gold))
+        if mine == theirs or ("\\" not in mine + theirs and plain_words(mine) == plain_words(theirs)):
+            return True
+    if gold_read is None and "\\" in gold and not _LIBRARY.search(gold) and not _WORDS.search(gold):
         raise InvalidItem(f"the reference answer {gold[:200]!r} can not be read as a formula; words belong into \\text{{}}")
     if max(len(found), len(gold)) > MAX_LENGTH or _WORDS.search(found) or _WORDS.search(gold):
         return False
     return None if _LIBRARY.search(gold) or _LIBRARY.search(found) else False
-
-
-def _choices(found: str, gold: str) -> bool | None:
-    """Where one is a letter of multiple choice, ``(E)``, ``E.`` or ``(E) 35``."""
-    mine, theirs = choice(_untexted(found)), choice(_untexted(gold))
-    if mine is not None and theirs is not None:
-        return mine == theirs or (mine.upper() == theirs.upper() and not (found == mine and gold == theirs))
-    marked = labelled(_untexted(found))
-    if marked is not None and theirs is not None:
-        return marked[0].upper() == theirs.upper()
-    gold_marked = labelled(_untexted(gold))
-    if gold_marked is not None and mine is not None:
-        return gold_marked[0].upper() == mine.upper()
-    return None
-
-
-def _untexted(text: str) -> str:
-    return (
-        re.sub(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}", r"\1", text).strip()
-        if "\\" in text
-        else text
-    )
 
 
 def _integer(text: str) -> str | None:

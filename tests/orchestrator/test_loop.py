@@ -267,8 +267,45 @@ async def test_failing_verifiers_stop_the_run_with_the_counts():
 async def test_failing_verifiers_stop_a_run_that_carries_short_batches():
     world = World()
     world.scores = lambda visit, version: (score(0, Status.ERROR), score(0, Status.ERROR))
-    with pytest.raises(RunStopped, match="the verifier failed on 64 of 64 completions of step 1"):
+    with pytest.raises(RunStopped, match="the verifier failed on 6 of 6 completions of step 1"):
         await world.make().run()
+
+
+async def test_the_first_failures_of_a_step_do_not_decide_and_the_one_too_many_does_at_once():
+    """A batch is 4 groups of 2, of which half may fail: 4 failures are no reason, and the fifth is, long before 32 visits."""
+    lost, fine = (score(0, Status.ERROR), score(0, Status.ERROR)), (score(1.0), score(0.0))
+    for num_lost, words in ((2, None), (3, "failed on 6 of 6 completions of step 1 ")):
+        world, asked = World(), []
+
+        def scores(visit, version, asked=asked, num_lost=num_lost):
+            asked.append(visit)
+            return lost if len(asked) <= num_lost else fine
+
+        world.scores = scores
+        loop = world.make(replace(SETTINGS, num_steps=1))
+        if words is None:
+            assert await loop.run() == "done"
+        else:
+            with pytest.raises(RunStopped, match=words):
+                await loop.run()
+            assert len(asked) <= 4, "no refill is asked for"
+
+
+async def test_a_resumed_run_whose_verifier_was_mended_goes_on():
+    """What failed before the stop is in the checkpoint, and no longer counts."""
+    world = World()
+    world.scores = lambda visit, version: (score(0, Status.ERROR), score(0, Status.ERROR))
+    loop = world.make(replace(SETTINGS, num_steps=1))
+    with pytest.raises(RunStopped, match="failed on 6 of 6"):
+        await loop.run()
+    state = loop.state()
+    assert len(state.judged) == 3
+    mended = World()
+    ledger = mended.make()._ledger
+    ledger.restore(json.loads(json.dumps(loop._ledger.state())))
+    settings, handles = replace(SETTINGS, num_steps=1), (mended,) * 5
+    mended.loop = Loop(settings, ledger, handles, SELECTIONS["zero_variance"], Waits(), step=0, version=0, state=state)
+    assert await mended.loop.run() == "done"
 
 
 async def test_a_few_failing_verifiers_do_not():

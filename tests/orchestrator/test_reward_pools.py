@@ -61,7 +61,8 @@ class Bench:
     def __init__(self, reward):
         self.reward = reward
         self.actors, self.reasons, self.prompts = [], [], {}
-        self.scorer = RayScorer({"here": self.make()}, {"rollout-0": "here"}, self.prompts, self.replace)
+        self.told = []
+        self.scorer = RayScorer({"here": self.make()}, {"rollout-0": "here"}, self.prompts, self.replace, self.told.extend)
 
     def make(self):
         self.actors.append(ray.remote(RewardActor).options(max_concurrency=8).remote(self.reward))
@@ -161,6 +162,7 @@ async def test_a_pool_that_is_lost_twice_over_the_same_groups_ends_the_run(bench
 async def test_a_policy_that_fails_ends_the_run_with_the_part_the_prompt_and_the_words(bench):
     with pytest.raises(RunStopped, match=r"its policy is `fail`: prompt 'p9': .*'decline'.*Abstain: not today"):
         await bench.score("decline", [("p9", "", None, ["x"])])
+    assert (bench.told[-1].meta.visit.prompt_id, bench.told[-1].scores[0].status) == ("p9", Status.ABSTAIN), "it is told first"
 
 
 async def test_a_pool_tells_the_rung_of_its_sandbox(bench):

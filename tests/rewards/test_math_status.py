@@ -34,6 +34,11 @@ def test_what_only_the_library_reads_makes_no_readable_gold_invalid(gold):
     assert math(rf"\boxed{{{gold}}}", gold).value == 1.0
 
 
+def test_a_machine_without_proc(tmp_path):
+    assert math_child._address_space() > 1 << 20
+    assert math_child._address_space(tmp_path / "statm") == 512 << 20
+
+
 def test_names_of_sets_are_no_numbers():
     for pred in (r"x+\mathbb{Z}", r"50\mathbb{Q}", r"\gcd(x,1)"):
         assert math(rf"\boxed{{{pred}}}", r"x+\sqrt{2}").outcome == "wrong"
