@@ -91,7 +91,8 @@ def _convert(kind: Any, value: Any, key: str, field: dataclasses.Field[Any], roo
         return _enum(kind, value, key)
     converted = _scalar(kind, value)
     if converted is None:
-        raise ConfigError(f"{key}: {value!r} is not {_NAMES[kind]}; example: {key}={_example(kind, field)}")
+        whole = key.partition("[")[0]  # of an item of a list no key of its own can be set
+        raise ConfigError(f"{key}: {value!r} is not {_NAMES[kind]}; example: {whole}={_example(kind, field)}")
     return converted
 
 
@@ -106,14 +107,28 @@ def _number_or_word(kind: type, words: type[Enum], value: Any, key: str) -> Any:
 def _container(kind: Any, value: Any, key: str, field: dataclasses.Field[Any], root: type) -> Any:
     if get_origin(kind) is list:
         if not isinstance(value, list):
-            raise ConfigError(f"{key}: {value!r} is not a list; example: {key}={_example(kind, field)}")
+            example = f"[{value}]" if isinstance(value, str) and not _default(field) else _example(get_args(kind)[0], field)
+            raise ConfigError(f"{key}: {value!r} is not a list; example: {key}={example}")
         return [_convert(get_args(kind)[0], item, f"{key}[{i}]", field, root) for i, item in enumerate(value)]
     if not isinstance(value, Mapping):
         raise ConfigError(f"{key}: {value!r} is not a mapping by name; example: {key}.NAME=...")
     for name in value:
         if not isinstance(name, str):
             raise ConfigError(f"{key}: the name {name!r} is not a text; quote it")
+    _check_needed(get_args(kind)[1], value, key)
     return {name: _convert(get_args(kind)[1], item, _join(key, name), field, root) for name, item in value.items()}
+
+
+def _check_needed(kind: Any, entries: Mapping[str, Any], key: str) -> None:
+    """Refuse an entry without a key that every entry needs: its name may be a typo for that of another."""
+    for needed in (f.name for f in dataclasses.fields(kind) if f.metadata["needed"]) if dataclasses.is_dataclass(kind) else ():
+        whole = [name for name, entry in entries.items() if isinstance(entry, Mapping) and needed in entry]
+        for name, entry in entries.items():
+            if isinstance(entry, Mapping) and needed not in entry:
+                others = f"; there {'is' if len(whole) == 1 else 'are'} {', '.join(whole)}" if whole else ""
+                raise ConfigError(
+                    f"{key}.{name}: has no {needed}; a new one needs {key}.{name}.{needed}=...{others}{did_you_mean(name, whole)}"
+                )
 
 
 def _scalar(kind: type, value: Any) -> Any:
@@ -151,10 +166,17 @@ def _enum(kind: type[Enum], value: Any, key: str) -> Enum:
 
 
 def _example(kind: Any, field: dataclasses.Field[Any]) -> str:
-    default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-    if type(default) is kind or isinstance(default, list):
+    """A value that works for a field of this kind, or whose items are of this kind."""
+    default = _default(field)
+    if isinstance(default, list):
+        return str(default) if default else f"[{_EXAMPLES[kind]}]"
+    if type(default) is kind and default != "":
         return str(default).lower() if isinstance(default, bool) else str(default)
     return _EXAMPLES[kind]
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 
 
 def _join(key: str, name: Any) -> str:

@@ -11,6 +11,7 @@ group, and groups of its own, but may not reuse the name of a file that ships: w
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,11 @@ _OURS = Path(__file__).parent
 _ROOT = "config"
 _SEVERAL = {"data", "reward"}  # groups whose files fill a map by name: reward=[math,overlong] takes the parts of both
 _SECRET_WORDS = {"key", "apikey", "token", "secret", "password", "passwd", "authorization", "credential", "credentials"}
+_OF_PATHS = {
+    "data": "a file of yours is data=jsonl data.sources.main.path=",
+    "model": "a folder or a name on the hub is model=pretrained model.path=",
+}
+_KEYS = {key for key, _ in schema_keys(Config)}
 _OWN_KEYS = {field.name for _, field in schema_keys(Config)}
 _URL_LOGIN = re.compile(r"(\w+://)[^/\s@]+@")
 REDACTED = "*** redacted ***"
@@ -89,8 +95,19 @@ def _parse(text: str) -> Override:
         key = text.split("=", 1)[0]
         raise ConfigError(f"cannot read the override {text!r}; quote a text with special characters: {key}='\"...\"'") from error
     if override.is_sweep_override():
-        raise ConfigError(f"{text!r} has several values; quote a text with a comma: {override.key_or_group}='\"...\"'")
+        key, given = override.key_or_group, text.split("=", 1)[1]
+        works = (
+            f"a list is {shlex.quote(f'{key}=[{given}]')}" if _holds_list(key) else f"quote a text with a comma: {key}='\"...\"'"
+        )
+        raise ConfigError(f"{text!r} has several values; {works}")
     return override
+
+
+def _holds_list(key: str) -> bool:
+    lists = (
+        re.escape(known).replace("NAME", r"[^.]+") for known, field in schema_keys(Config) if str(field.type).startswith("list")
+    )
+    return key in _SEVERAL or any(re.fullmatch(known, key) for known in lists)
 
 
 def _is_pick(override: Override) -> bool:
@@ -122,10 +139,9 @@ def _compose(picks: list[Override], files: Mapping[str, list[str]], config_dir: 
             raise ConfigError(f"{group}=null: name a file; there are {', '.join(files[group])}")
         named = name if isinstance(name, list) else [] if name is None else [name]
         for missing in (str(n) for n in named if n not in files[group]):
-            hint = did_you_mean(missing, files[group])
-            if re.search(r"[.:]", missing):
-                hint = f"; a function of your own is {group}.name={missing}"
-            raise ConfigError(f"{group}={missing}: no such file; there are {', '.join(files[group])}{hint}")
+            raise ConfigError(
+                f"{group}={missing}: no such file; there are {', '.join(files[group])}{_hint(group, missing, files[group])}"
+            )
         ours = (_OURS / group).is_dir()  # all our groups are in the defaults list; one of the user's is added to it
         arguments.append(("" if ours or pick.is_delete() else "+") + pick.input_line.lstrip("+"))
     try:
@@ -143,6 +159,18 @@ def _compose(picks: list[Override], files: Mapping[str, list[str]], config_dir: 
             "experiment: put the line `# @package _global_` first in its YAML, so that its keys are those of the run"
         )
     return config
+
+
+def _hint(group: str, missing: str, files: Sequence[str]) -> str:
+    """What may have been meant by the name of no file: that of another file, or what is no file but set by a key."""
+    near = did_you_mean(missing, files)
+    if group == "reward":
+        return f"; a function of your own or of a package is reward.parts.NAME.function={missing}{near}"
+    if not re.search(r"[.:/]", missing):
+        return near
+    if group in _OF_PATHS:
+        return f"; {_OF_PATHS[group]}{missing}"
+    return f"; a function of your own is {group}.name={missing}" if f"{group}.name" in _KEYS else near
 
 
 def _stored_run(keys: list[Override]) -> Path | None:

@@ -6,12 +6,14 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import logging
 import math
 import re
 import sys
 import traceback
 import types
 from collections.abc import Callable, Collection, Mapping
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -40,9 +42,11 @@ def resolve_function(
     found = table.get(name)
     if callable(found):
         return found
-    offered = _offered(entry_points) if entry_points and found is None else {}
-    if name in offered:
+    offered = _offered(entry_points) if entry_points else {}
+    if name in offered and found is None:
         return _load(offered[name], f"{kind}: {name!r}")
+    if name in offered:
+        _tell_shadowed(name, _package(offered[name]), offered[name].value.replace(":", "."))
     path, colon, attribute = (found or name).rpartition(":")
     if colon:
         module = _file_module(Path(path).expanduser(), f"{kind}: {name!r}")
@@ -59,7 +63,11 @@ def resolve_function(
     if not callable(function):
         public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         state = "is not a function" if hasattr(module, attribute) else "is not there"
-        raise ConfigError(f"{kind}: {name!r}: {attribute!r} {state} in {path}{did_you_mean(attribute, public)}")
+        there = ""
+        if colon:
+            own = [key for key in public if getattr(vars(module)[key], "__module__", None) == module.__name__]
+            there = f"; there are {', '.join(own)}" if own else "; it has no public function of its own"
+        raise ConfigError(f"{kind}: {name!r}: {attribute!r} {state} in {path}{there}{did_you_mean(attribute, public)}")
     return function
 
 
@@ -145,8 +153,19 @@ def _offered(group: str) -> dict[str, metadata.EntryPoint]:
     return {entry.name: entry for entry in metadata.entry_points(group=group)}
 
 
+@cache  # once a process
+def _tell_shadowed(name: str, package: str, path: str) -> None:
+    logging.getLogger(__name__).warning(
+        "%s: the one that ships is used; %s offers another of this name, which is to be had as %s", name, package, path
+    )
+
+
+def _package(entry: metadata.EntryPoint) -> str:
+    return entry.dist.name if entry.dist else "a package"
+
+
 def _load(entry: metadata.EntryPoint, where: str) -> Callable[..., Any]:
-    package = entry.dist.name if entry.dist else "a package"
+    package = _package(entry)
     try:
         function = entry.load()
     except Exception as error:  # the package's module may raise anything while it runs
@@ -171,7 +190,7 @@ def _module(path: str, where: str) -> types.ModuleType:
 
 def _file_module(path: Path, where: str) -> types.ModuleType:
     if not path.is_file():
-        raise ConfigError(f"{where}: no file {str(path.absolute())!r}")
+        raise ConfigError(f"{where}: no file {str(path.absolute())!r}{_other_file(path)}")
     name = f"limen_file_{hashlib.blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()}"
     if name in sys.modules:
         return sys.modules[name]
@@ -188,12 +207,26 @@ def _file_module(path: Path, where: str) -> types.ModuleType:
     return module
 
 
+def _other_file(path: Path) -> str:
+    """What may have been meant by a file that is not there."""
+    beside = [file.name for file in path.parent.glob("*.py")]
+    if f"{path.name}.py" in beside:
+        return f"; did you mean {path.name + '.py'!r}?"
+    if path.suffix == ".py":
+        return did_you_mean(path.name, beside)
+    return f"; a file's name ends in .py, and a function of a module is written MODULE.FUNCTION{did_you_mean(path.name, beside)}"
+
+
 def _where_it_failed(error: Exception) -> str:
+    """What was raised and where; of a module or a name that is not there no more than its name, not the line of importlib."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: SyntaxError: {error.msg}"
     frame = traceback.extract_tb(error.__traceback__)[-1]
     text = str(error).strip().splitlines()
-    return f"{frame.filename}, line {frame.lineno}: {type(error).__name__}: {text[0] if text else ''}"
+    what = f"{type(error).__name__}: {text[0] if text else ''}"
+    if frame.filename.startswith(("<frozen importlib", str(Path(importlib.__file__).parent))):
+        return what
+    return f"{frame.filename}, line {frame.lineno}: {what}"
 
 
 def _name(function: Callable[..., Any]) -> str:

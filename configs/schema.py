@@ -13,14 +13,18 @@ from enum import Enum
 from typing import Any
 
 
-def knob(default: Any, help: str) -> Any:
-    """A documented field. A list, a dict or a factory (a dataclass type, say) becomes a fresh value for each instance."""
+def knob(default: Any, help: str, *, needed: bool = False) -> Any:
+    """A documented field. A list, a dict or a factory (a dataclass type, say) becomes a fresh value for each instance.
+
+    ``needed``: an entry of a map by name is refused without it, so that a typo in a name makes no entry of its own.
+    """
+    metadata = {"help": help, "needed": needed}
     if isinstance(default, type) or (callable(default) and not isinstance(default, Enum)):
-        return field(default_factory=default, metadata={"help": help})
+        return field(default_factory=default, metadata=metadata)
     if isinstance(default, (list, dict)):
         kind: Callable[[], Any] = lambda: type(default)(default)  # noqa: E731
-        return field(default_factory=kind, metadata={"help": help})
-    return field(default=default, metadata={"help": help})
+        return field(default_factory=kind, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 class Dtype(Enum):
@@ -201,7 +205,7 @@ class ModelConfig:
 class SourceConfig:
     """One prompt source. Columns that do not apply to its kind are ignored only where they keep their default."""
 
-    kind: SourceKind = knob(SourceKind.arithmetic, "where the prompts come from")
+    kind: SourceKind = knob(SourceKind.arithmetic, "where the prompts come from", needed=True)
     path: str | None = knob(None, "file, folder or hub name (jsonl, parquet, datasets)")
     subset: str | None = knob(None, "configuration name of a Hugging Face dataset")
     split: str = knob("train", "split of a Hugging Face dataset")
@@ -371,7 +375,7 @@ class Choice:
 
 @dataclass
 class RewardPart:
-    function: str = knob("exact_integer", "a verifier's name, a dotted path, or `file.py:function`")
+    function: str = knob("", "a verifier's name, a dotted path, or `file.py:function`", needed=True)
     params: dict[str, Any] = knob({}, "keyword parameters of the verifier")
     weight: float = knob(
         1.0, "factor of its value in the value that trains; 0 leaves it out: it gates, filters or is logged only"

@@ -15,7 +15,7 @@ from configs.errors import ConfigError
 from configs.functions import check_params, resolve_function
 from configs.lag import correction_in_use
 from configs.refusals import Facts, check_combinations
-from configs.schema import Config
+from configs.schema import Combine, Config
 from learner.advantages import ADVANTAGES, Samples, estimate, is_group_relative, is_per_token
 from learner.corrections import CORRECTIONS
 from learner.loss_tokens import no_tokens
@@ -24,6 +24,7 @@ from learner.selection import SELECTIONS
 from learner.surrogates import SURROGATES, is_ratio_based
 from learner.token_weights import TOKEN_WEIGHTINGS
 from learner.weighting import WEIGHTINGS, weigh_samples
+from rewards.compose import applicable
 from rewards.verifiers import load_verifier
 
 
@@ -38,6 +39,7 @@ def check_functions(config: Config) -> None:
     correction = _chosen("correction", corrects.name, corrects.params, CORRECTIONS)
     for name, part in config.reward.parts.items():
         load_verifier(name, part)
+    _warn_of_mean_accuracy(config)
     facts = Facts(
         ratio_based=is_ratio_based(surrogate), group_relative=is_group_relative(advantage), per_token=is_per_token(advantage)
     )
@@ -65,6 +67,26 @@ def _chosen(group: str, name: str, params: Mapping[str, Any], table: Mapping[str
             "%s=%s is experimental: it stands in for formulas that are not public, and no result was ever compared", group, name
         )
     return function
+
+
+def _warn_of_mean_accuracy(config: Config) -> None:
+    """Under `sum` the accuracy of several parts is their mean, and half of them right counts as solved: rarely what was meant."""
+    parts = config.reward.parts
+    if config.reward.combine is not Combine.sum:
+        return
+    for name, source in config.data.sources.items():
+        routes = [source.reward] if source.reward_column is None else list(parts)
+        for judging in (applicable(parts, route, name) for route in routes):
+            counting = [part for part in judging if parts[part].accuracy]
+            if len(counting) > 1:
+                logging.getLogger(__name__).warning(
+                    "reward.parts: %s all count for accuracy, which under reward.combine=sum is their mean, and 0.5 counts as solved: a "
+                    "completion can be solved with some of them at 0; reward.parts.%s.accuracy=false leaves one out, reward.combine=min "
+                    "wants all",
+                    ", ".join(counting),
+                    counting[-1],
+                )
+                return
 
 
 def _try_values(group: str, call: Callable[[], Any]) -> None:

@@ -61,6 +61,12 @@ def compare(flags: Mapping[str, str], overrides: Sequence[str], config_dir: Path
         others = shlex.split(given)
     except ValueError as error:
         raise InputError(f"--compare {given}: {error}") from error
+    strange = [other for other in others if other.lstrip("~+").partition("=")[0].split(".")[0] not in ("reward", "experiment")]
+    if strange or not others:
+        what = f"{strange[0]} is not of a reward" if strange else "it is empty"
+        raise InputError(
+            f"--compare {given}: {what}; it wants the second reward, in one argument: --compare 'reward=exact' input=in.jsonl"
+        )
     config = load_config(overrides, config_dir, combinations=False)
     other = load_config(others, config_dir, combinations=False)
     return _run(config, [config.reward, other.reward], Comparison([" ".join(overrides) or "as configured", given]))

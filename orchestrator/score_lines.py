@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,11 +13,12 @@ from configs.errors import ConfigError, InputError, did_you_mean
 from configs.functions import check_params
 from configs.schema import RewardConfig, RewardPart
 from rewards.compose import applicable, options_of
-from rewards.contract import GIVEN, RewardError, RewardItem
+from rewards.contract import GIVEN, PLURALS, RewardError, RewardItem
 from rewards.strict_json import read_json
 from rewards.verifiers import load_verifier
 
 READ_BYTES = 1 << 18
+KNOWN = ("completion", "answer", "prompt", "options", "source", "num_tokens", "id")
 JUDGED = ("completion", "answer", "prompt", "options")  # what is judged: the output does not repeat it
 WRITTEN = ("value", "accuracy", "status", "outcome", "parts", "extracted", "time_s", "detail")  # what the output adds
 _MOST_REMEMBERED = 10_000  # different options and sources that are remembered as checked
@@ -57,6 +59,7 @@ class LineParser:
         self._checked: dict[
             str, tuple[Mapping[str, Any], ...]
         ] = {}  # options as each reward takes them, by their text and the source
+        self._answered: dict[str | None, str | None] = {}  # of a source: a part that must be given the answer, if there is one
         self._number = 0
 
     def parse(self, line: bytes) -> Line | None:
@@ -72,6 +75,13 @@ class LineParser:
         texts = {key: self._text(row, key) for key in ("completion", "prompt", "source")}
         if texts["completion"] is None:
             raise self._error("has no 'completion'" + did_you_mean("completion", row))
+        everything = self._options(row.get("options"), texts["source"])
+        num_tokens = self._num_tokens(row)
+        if "answer" not in row and (part := self._needs_answer(texts["source"])) is not None:
+            near = did_you_mean("answer", (key for key in row if key not in KNOWN))
+            raise self._error(
+                "has no 'answer'" + (near or f', which the reward part {part!r} takes; where there is none write "answer": null')
+            )
         items = tuple(
             RewardItem(
                 prompt=texts["prompt"] or "",
@@ -80,10 +90,10 @@ class LineParser:
                 prompt_id=prompt_id if isinstance(prompt_id, str) else json.dumps(prompt_id),
                 part=None,
                 source=texts["source"],
-                num_tokens=self._num_tokens(row),
+                num_tokens=num_tokens,
                 options=options,
             )
-            for options in self._options(row.get("options"), texts["source"])
+            for options in everything
         )
         rest = {key: value for key, value in row.items() if key not in JUDGED}
         return Line(self._number, len(line) + 1, items, rest)
@@ -129,6 +139,22 @@ class LineParser:
             self._checked[key] = tuple({} if refusal else options or {} for refusal in refusals)
         return self._checked[key]
 
+    def _needs_answer(self, source: str | None) -> str | None:
+        """A part that judges such a line, and whose verifier has no default for the answer. The source has passed ``_options``."""
+        if source not in self._answered:
+            if len(self._answered) >= _MOST_REMEMBERED:
+                self._answered.clear()
+            self._answered[source] = next(
+                (
+                    name
+                    for reward, functions in zip(self._rewards, self._functions, strict=True)
+                    for name, part in applicable(reward.parts, None, source).items()
+                    if _takes_answer(functions[name])
+                ),
+                None,
+            )
+        return self._answered[source]
+
     def _error(self, what: str) -> InputError:
         return InputError(f"{self._file}, line {self._number}: {what}")
 
@@ -144,6 +170,13 @@ def _refusal(
     except ConfigError as error:
         return str(error)
     return None
+
+
+def _takes_answer(function: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(function).parameters
+    return any(
+        name in parameters and parameters[name].default is inspect.Parameter.empty for name in ("answer", PLURALS["answer"])
+    )
 
 
 def _kind(value: Any) -> str:

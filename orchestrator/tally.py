@@ -20,6 +20,7 @@ PER_DECADE = 100  # bins of a histogram of times: 2.3 % wide each
 SHOWN = 5  # rows of a table of the worst lines
 RUNGS = {3.0: "namespaces", 2.0: "landlock", 1.0: "rlimits"}  # by what a verifier measures as `rung`
 QUANTILES = (0.5, 0.95, 0.99, 1.0)
+MOST_WORDS = 4096  # different words of verifiers that are counted
 
 
 class Times:
@@ -48,6 +49,9 @@ class Tally:
         self._statuses: Counter[Status] = Counter()
         self._outcomes: Counter[Outcome] = Counter()
         self._sums = {"value": 0.0, "accuracy": 0.0}
+        self._parts: dict[str, tuple[float, int]] = {}  # sum and number of each part's own values
+        self._complaints: Counter[str] = Counter()  # what was said where there is no verdict
+        self._num_judged = 0
         self._rungs: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._times = Times()
         self._worst = WorstSamples()
@@ -58,6 +62,13 @@ class Tally:
             self._outcomes[score.outcome] += 1
             self._sums["value"] += score.value or 0.0
             self._sums["accuracy"] += score.accuracy or 0.0
+        for name, number in score.parts.items():
+            total, count = self._parts.get(name, (0.0, 0))
+            self._parts[name] = (total + number, count + 1)
+        if score.has_verdict:
+            self._num_judged += 1
+        elif score.detail in self._complaints or len(self._complaints) < MOST_WORDS:
+            self._complaints[score.detail] += 1
         for name, number in score.measures.items():
             part, _, measure = name.rpartition(".")
             if measure == "rung":
@@ -67,20 +78,31 @@ class Tally:
 
     def show(self, terminal: Console, wall_s: float) -> None:
         total = self._statuses.total()
-        say(terminal, f"{total} lines in {wall_s:.1f} s, {total / wall_s:,.0f} a second")
         if not total:
+            say(terminal, "no lines were scored")
             return
+        say(terminal, f"{total} lines in {wall_s:.1f} s, {total / wall_s:,.0f} a second")
         say(terminal, f"status: {_counts(self._statuses)}")
         if num_ok := self._statuses[Status.OK]:
             means = ", ".join(f"mean {name} {number / num_ok:.4f}" for name, number in self._sums.items())
             say(terminal, f"outcome: {_counts(self._outcomes)}; {means}")
-        quantiles = ", ".join(f"{_share(share)} {self._times.quantile(share):.3g} s" for share in QUANTILES)
+        if self._parts:
+            means = ", ".join(f"{name} {total / count:.4f}" for name, (total, count) in self._parts.items())
+            say(terminal, f"mean of each part: {means}")
+        quantiles = ", ".join(f"{_share(share)} {human_time(self._times.quantile(share))}" for share in QUANTILES)
         say(terminal, f"time of a line: {quantiles}")
         for part, rungs in self._rungs.items():
             say(terminal, f"isolation of {part}: {_counts(rungs)}")
         failing = self._worst.failing()
-        show_table(terminal, "most failing", ["line", "id", "failed", "status", "detail"], _cells(failing, "num_failed"))
-        show_table(terminal, "slowest", ["line", "id", "seconds", "status", "detail"], _cells(self._worst.slowest(), "time_s"))
+        show_table(
+            terminal, "most failing", ["line", "id", "failed", "status", "detail"], _cells(failing, "num_failed", "detail")
+        )
+        show_table(
+            terminal, "slowest", ["line", "id", "time", "status", "outcome"], _cells(self._worst.slowest(), "time_s", "outcome")
+        )
+        if not self._num_judged:
+            words, times = self._complaints.most_common(1)[0]
+            say(terminal, f"the verifier judged none of the {total} lines; {times} times it said: {words or 'nothing'}")
 
 
 def say(terminal: Console, text: str) -> None:
@@ -96,9 +118,17 @@ def show_table(terminal: Console, title: str, head: Sequence[str], rows: Iterabl
         terminal.print(table)
 
 
-def _cells(rows: Sequence[Mapping[str, Any]], number: str) -> list[list[str]]:
-    keys = ("line", "prompt_id", number, "status", "detail")
-    return [[f"{row[key]:.3g}" if isinstance(row[key], float) else str(row[key]) for key in keys] for row in rows[:SHOWN]]
+def human_time(seconds: float) -> str:
+    """Two digits, in milliseconds below a second: 0.018 ms, 12 ms, 1.2 s, 340 s."""
+    number, unit = (seconds, "s") if seconds >= 0.995 else (seconds * 1000, "ms")
+    if unit == "ms" and number < 0.001:
+        return "under 0.001 ms"
+    return f"{number:.0f} {unit}" if number >= 99.5 else f"{number:.2g} {unit}"
+
+
+def _cells(rows: Sequence[Mapping[str, Any]], number: str, last: str) -> list[list[str]]:
+    keys = ("line", "prompt_id", number, "status", last)
+    return [[human_time(row[key]) if key == "time_s" else str(row[key]) for key in keys] for row in rows[:SHOWN]]
 
 
 def _counts(counts: Mapping[Any, int]) -> str:

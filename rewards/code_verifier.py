@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,8 @@ _RUNG_NUMBERS = {Rung.NAMESPACES: 3, Rung.LANDLOCK: 2, Rung.RLIMITS: 1}
 _TAIL_LINES, _TAIL_BYTES = 10, 2000  # of what the program wrote to stderr, kept for the log
 # What a line from the sandbox may say of a failed test. Not "right": the program can write lines, too.
 _FAILED = {"wrong": Outcome.WRONG, "crash": Outcome.CRASH, "memory_limit": Outcome.MEMORY_LIMIT}
+_TRACEBACK = "Traceback (most recent call last):\n"
+_HARNESS_FRAME = re.compile(r'^  File "main\.py", line \d+, in .*\n(?:    .*\n)*', re.MULTILINE)
 _SHOWN = 200  # characters of an expected and a given output in the detail of a wrong one
 
 
@@ -247,8 +250,22 @@ def _frame(data: bytes) -> bytes:
 
 
 def _tail(stderr: bytes) -> str:
-    lines = stderr[-_TAIL_BYTES:].decode(errors="replace").strip().split("\n")
-    return _printable("\n".join(lines[-_TAIL_LINES:]))
+    """The end of what was written; where that is a traceback, the error first, then the program's own frames."""
+    text = _HARNESS_FRAME.sub("", stderr[-4 * _TAIL_BYTES :].decode(errors="replace"))
+    before, traceback, after = text.rpartition(_TRACEBACK)
+    frames, error = _split_traceback(after) if traceback else ([], [])
+    if error:
+        lines = [*error[:_TAIL_LINES], *[line for line in (*before.split("\n"), *frames) if line][-_TAIL_LINES:]]
+    else:
+        lines = text.strip().split("\n")[-_TAIL_LINES:]
+    return _printable("\n".join(lines).strip())[:_TAIL_BYTES]
+
+
+def _split_traceback(text: str) -> tuple[list[str], list[str]]:
+    """Its frames, which are indented, and the error behind them."""
+    lines = text.rstrip().split("\n")
+    first = next((place for place, line in enumerate(lines) if line and not line[0].isspace()), len(lines))
+    return lines[:first], lines[first:]
 
 
 def _printable(text: str) -> str:

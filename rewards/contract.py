@@ -123,7 +123,7 @@ def bind_verifier(function: Callable[..., Any], part: RewardPart, key: str) -> V
         ):
             raise RewardError(
                 f"{key}.function: '{part.function}' has the parameter '{parameter.name}', which is none of {', '.join(GIVEN)}"
-                "; a setting of its own goes behind a * in the signature"
+                f"; a setting of its own goes behind a * in the signature{did_you_mean(parameter.name, GIVEN)}"
             )
     of_one, of_many = ([name for name in (*positional, *named) if name in names] for names in (PLURALS, PLURALS.values()))
     if of_one and of_many:
@@ -301,10 +301,18 @@ def read_return(returned: Any) -> Verdict:
     return Verdict(
         value=value,
         accuracy=accuracy,
-        outcome=by_accuracy if returned.outcome is None else Outcome(returned.outcome),
+        outcome=by_accuracy if returned.outcome is None else _outcome(returned.outcome),
         extracted=None if returned.extracted is None else cut(str(returned.extracted)),
         measures=_measures(returned.measures),
         detail=cut(str(returned.detail)),
+    )
+
+
+def _outcome(name: Any) -> Outcome:
+    if isinstance(name, str) and name in list(Outcome):
+        return Outcome(name)
+    raise ValueError(
+        f"returned the outcome {cut(repr(name))}, which is none of {', '.join(Outcome)}{did_you_mean(str(name), Outcome)}"
     )
 
 

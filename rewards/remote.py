@@ -20,6 +20,7 @@ from rewards.contract import RewardError
 from rewards.strict_json import read_json
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.2, 10.0
+_NAME = re.compile(r"[A-Z]{1,12}(_[A-Z0-9]{1,12}){0,5}")  # as such variables are named; keys have longer words, or small letters
 MAX_QUOTED = 300  # characters of a server's own words in a message
 
 
@@ -57,14 +58,19 @@ def check_url(url: Any, key: str, secret: str | None) -> str:
 
 
 def read_secret(variable: str | None, key: str) -> str | None:
-    """The value of an environment variable, None where none is named. Raises `RewardError` naming ``key``, never the name given:
-    somebody may have put the secret itself there."""
+    """The value of an environment variable, None where none is named. Raises `RewardError` naming ``key`` and the variable; what does
+    not look like a variable's name is not shown: somebody may have put the secret itself there."""
     if variable is None:
         return None
     secret = os.environ.get(variable, "").strip()
     if not secret or not secret.isascii() or not secret.isprintable():
         state = "holds no text that a header can carry" if variable in os.environ else "is not set where the verifiers run"
-        raise RewardError(f"{key}: names the environment variable that holds the secret, and that one {state}")
+        if _NAME.fullmatch(variable):
+            raise RewardError(f"{key}: the environment variable {variable} {state}")
+        raise RewardError(
+            f"{key}: wants the name of the environment variable that holds the secret, such as LIMEN_TOKEN; what is given does not look "
+            f"like a name, so it is not shown, and a variable of that name {state}"
+        )
     return secret
 
 

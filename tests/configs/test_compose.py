@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -140,7 +141,11 @@ WRONG_TYPE = {
     "rollout=3": "rollout: 3 is not a mapping; set its own keys, such as rollout.num_workers=...",
     "reward.parts.x=exact_integer": "reward.parts.x: 'exact_integer' is not a mapping; set its own keys, such as reward.parts.x.function=...",
     "model.embedded.digit_weights=3": "model.embedded.digit_weights: 3 is not a list; example: model.embedded.digit_weights=[2.0, 6.0, 3.0]",
-    "model.embedded.digit_weights=[1,b,1]": "model.embedded.digit_weights[1]: 'b' is not a number",
+    "model.embedded.digit_weights=[1,b,1]": "model.embedded.digit_weights[1]: 'b' is not a number; example: model.embedded.digit_weights=[2.0, 6.0, 3.0]",
+    "reward.parts.exact_integer.sources=a": "reward.parts.exact_integer.sources: 'a' is not a list; example: reward.parts.exact_integer.sources=[a]",
+    "reward.parts.exact_integer.sources=[1.5]": "reward.parts.exact_integer.sources[0]: 1.5 is not a text; example: reward.parts.exact_integer.sources=[text]",
+    "sample.prompts=3": "sample.prompts: 3 is not a list; example: sample.prompts=[text]",
+    "reward.parts.exact_integer.function=null": "reward.parts.exact_integer.function: None is not a text; example: reward.parts.exact_integer.function=text",
     "data.sources={1: {kind: jsonl}}": "data.sources: the name 1 is not a text; quote it",
     "steps.x=1": "steps: {'x': 1} is not a whole number",
 }
@@ -197,6 +202,8 @@ REFUSED = {
     "-m": "unknown option -m",
     "foo": "'foo' is not an override; write key=value",
     "seed=1,2": "'seed=1,2' has several values; quote a text with a comma: seed='\"...\"'",
+    "reward=math,format": "'reward=math,format' has several values; a list is 'reward=[math,format]'",
+    "+reward.parts.exact_integer.sources=a,b": "'+reward.parts.exact_integer.sources=a,b' has several values; a list is 'reward.parts.exact_integer.sources=[a,b]'",
     "run_dir=a (b": "cannot read the override 'run_dir=a (b'; quote a text",
     "algorithm=asp": "algorithm=asp: no such file; there are aspo, aspo_archer, aspo_paper, cispo,",
     "algorithm=my.py:f": "algorithm=my.py:f: no such file; there are aspo, aspo_archer, aspo_paper, cispo,",
@@ -215,6 +222,45 @@ def test_other_overrides_are_refused_with_a_reason(override: str):
         assert error.endswith(("; did you mean 'aspo'?", "; a function of your own is algorithm.name=my.py:f"))
 
 
+NO_FILE = {
+    "reward=my_reward.py:score": "; a function of your own or of a package is reward.parts.NAME.function=my_reward.py:score",
+    "reward=[exact,shiny]": "; a function of your own or of a package is reward.parts.NAME.function=shiny",
+    "reward=maht": "; a function of your own or of a package is reward.parts.NAME.function=maht; did you mean 'math'?",
+    "data=my.jsonl": "; a file of yours is data=jsonl data.sources.main.path=my.jsonl",
+    "model=owner/name-0.6B": "; a folder or a name on the hub is model=pretrained model.path=owner/name-0.6B",
+    "correction=mine.f": "; a function of your own is correction.name=mine.f",
+    "rollout=mine.py:f": "there are engine, replay",  # no group of functions
+}
+
+
+@pytest.mark.parametrize("override", NO_FILE)
+def test_the_name_of_no_file_is_answered_with_a_key_that_there_is(override: str):
+    error = error_of(override)
+    assert error.endswith(NO_FILE[override])
+    advised = re.search(r" is ((?:[\w.]+=\S+ ?)+?)(?:;|$)", error)
+    if advised is not None and "jsonl" not in override:  # that file would have to be there
+        load_config(advised[1].replace("NAME", "mine").split())
+
+
+NEEDED = {
+    "reward.parts.mien.weight=0.2": "reward.parts.mien: has no function; a new one needs reward.parts.mien.function=...; there are exact_integer, mine; did you mean 'mine'?",
+    "reward.parts.other={}": "reward.parts.other: has no function; a new one needs reward.parts.other.function=...; there are exact_integer, mine",
+    "data.sources.arithmetics.params.num_prompts=9": "data.sources.arithmetics: has no kind; a new one needs data.sources.arithmetics.kind=...; there is arithmetic; did you mean 'arithmetic'?",
+}
+
+
+@pytest.mark.parametrize("override", NEEDED)
+def test_a_typo_in_a_name_makes_no_entry_of_its_own(override: str):
+    assert error_of("reward.parts.mine.function=exact", override) == NEEDED[override]
+
+
+def test_an_entry_without_what_it_needs_among_no_others():
+    expected = "reward.parts.mien: has no function; a new one needs reward.parts.mien.function=..."
+    assert error_of("~reward.parts.exact_integer", "reward.parts.mien.weight=2") == expected
+    expected = "reward.parts.brief: has no function; a new one needs reward.parts.brief.function=...; there is brier; did you mean 'brier'?"
+    assert error_of("reward=brier", "reward.parts.brief.params.grammar=foo") == expected
+
+
 def test_a_group_of_ours_is_picked_with_or_without_a_plus():
     for override in ("algorithm=grpo", "+algorithm=grpo", "++algorithm=grpo"):
         assert load_config([override]).algorithm.name == "grpo"
@@ -223,10 +269,14 @@ def test_a_group_of_ours_is_picked_with_or_without_a_plus():
 
 def test_single_keys_win_over_experiments_and_maps_are_edited_by_name(own):
     arguments = own("defaults:\n  - override /algorithm: grpo\nsteps: 7\nrollout: {max_new_tokens: 9}\n")
-    arguments["overrides"] += ["rollout.max_new_tokens=11", "reward.parts.second.weight=2", "~reward.parts.exact_integer"]
+    arguments["overrides"] += [
+        "rollout.max_new_tokens=11",
+        "reward.parts.second={function: exact, weight: 2}",
+        "~reward.parts.exact_integer",
+    ]
     config = load_config(**arguments)
     assert (config.algorithm.name, config.steps, config.rollout.max_new_tokens) == ("grpo", 7, 11)
-    assert config.reward.parts == {"second": RewardPart(weight=2.0)}
+    assert config.reward.parts == {"second": RewardPart(function="exact", weight=2.0)}
 
 
 def test_a_folder_of_the_users_own(own, tmp_path: Path):

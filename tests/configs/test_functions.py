@@ -81,9 +81,30 @@ def test_mistakes_in_a_users_file(tmp_path: Path):
     assert error_of("x = 1\ny = 1 / 0\n", "raises").endswith("raises.py, line 2: ZeroDivisionError: division by zero")
     assert "syntax.py, line 2: SyntaxError" in error_of("x = 1\ndef f(:\n", "syntax")
     assert "ModuleNotFoundError: No module named 'no_such_package_x'" in error_of("import no_such_package_x\n", "imports")
-    assert error_of("def ff(): ...\n", "renamed").endswith("'f' is not there in " + f"{tmp_path}/renamed.py; did you mean 'ff'?")
+    assert error_of("def ff(): ...\n", "renamed").endswith(
+        "'f' is not there in " + f"{tmp_path}/renamed.py; there are ff; did you mean 'ff'?"
+    )
     with pytest.raises(ConfigError, match=r"no file '/nowhere/r\.py'"):
         resolve_function("/nowhere/r.py:f", TABLE, "x")
+
+
+def test_what_a_file_has_and_which_files_there_are(tmp_path: Path):
+    (tmp_path / "my_reward.py").write_text("from math import sqrt\n_hidden = sqrt\ndef score(): ...\ndef brief(): ...\n")
+    (tmp_path / "constants.py").write_text("from math import sqrt\nLEVEL = 3\n")
+
+    def ending(name: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            resolve_function(f"{tmp_path}/{name}", TABLE, "x")
+        return str(caught.value).partition(f"x: '{tmp_path}/{name}': ")[2].replace(str(tmp_path), "")
+
+    assert ending("my_reward.py:missing") == "'missing' is not there in /my_reward.py; there are score, brief"
+    assert ending("constants.py:score") == "'score' is not there in /constants.py; it has no public function of its own"
+    assert ending("constants.py:LEVEL") == "'LEVEL' is not a function in /constants.py; it has no public function of its own"
+    assert ending("my_reward:score") == "no file '/my_reward'; did you mean 'my_reward.py'?"
+    assert ending("my_rewrd.py:score") == "no file '/my_rewrd.py'; did you mean 'my_reward.py'?"
+    assert ending("elsewhere.py:score") == "no file '/elsewhere.py'"
+    advice = "; a file's name ends in .py, and a function of a module is written MODULE.FUNCTION"
+    assert ending("package.module:f") == f"no file '/package.module'{advice}"
 
 
 def test_a_file_that_failed_is_read_again_when_it_was_mended(tmp_path: Path):
@@ -138,6 +159,39 @@ def test_required_and_given_parameters():
 
 def test_a_dotted_path_in_the_table_is_imported_when_it_is_asked_for():
     assert resolve_function("ship", {"ship": "pickle.dumps", "broken": "no_such_package_x.f"}, "reward") is pickle.dumps
+
+
+def test_a_package_offers_what_it_can_not_give_or_what_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog):
+    info = tmp_path / "shadow-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shadow\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[limen.shadow]\ngone = shadow_gone:f\nrenamed = shadow_module:g\nneeds = shadow_needs:f\nship = shadow_module:f\n"
+    )
+    (tmp_path / "shadow_module.py").write_text("def f(completion):\n    return 0.25\n")
+    (tmp_path / "shadow_needs.py").write_text("\nimport no_such_package_x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def resolve(name: str):
+        return resolve_function(name, {"ship": "pickle.dumps"}, "x", entry_points="limen.shadow")
+
+    def error(name: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            resolve(name)
+        return str(caught.value)
+
+    fails = "which fails: "
+    assert error("gone") == f"x: 'gone': shadow offers shadow_gone:f, {fails}ModuleNotFoundError: No module named 'shadow_gone'"
+    attribute = "AttributeError: module 'shadow_module' has no attribute 'g'"
+    assert error("renamed") == f"x: 'renamed': shadow offers shadow_module:g, {fails}{attribute}"
+    line = f"{tmp_path}/shadow_needs.py, line 2: ModuleNotFoundError: No module named 'no_such_package_x'"
+    assert error("needs") == f"x: 'needs': shadow offers shadow_needs:f, {fails}{line}"
+    assert caplog.messages == []
+    assert (resolve("ship"), resolve("ship")) == (pickle.dumps, pickle.dumps)
+    assert caplog.messages == [
+        "ship: the one that ships is used; shadow offers another of this name, which is to be had as shadow_module.f"
+    ]
+    assert resolve("shadow_module.f")("text") == 0.25
 
 
 def test_a_package_offers_functions_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -96,11 +96,11 @@ COMBINATIONS = {
         [["reward.parts.exact_integer.clip_min=-1"]],
     ),
     ("reward.parts.exact_integer.needs=frmat",): ("there is no reward.parts.frmat", [["reward.parts.exact_integer.needs=null"]]),
-    ("reward.parts.exact_integer.needs=a", "reward.parts.a.needs=exact_integer"): (
+    ("reward.parts.exact_integer.needs=a", "reward.parts.a={function: exact, needs: exact_integer}"): (
         "exact_integer needs a needs exact_integer",
         [["reward.parts.exact_integer.needs=null"]],
     ),
-    ("reward.parts.exact_integer.needs=a", "reward.parts.a.sources=[arithmetic]"): (
+    ("reward.parts.exact_integer.needs=a", "reward.parts.a={function: exact, sources: [arithmetic]}"): (
         "reward.parts.a judges the sources arithmetic alone",
         [["reward.parts.exact_integer.sources=[arithmetic]"]],
     ),

@@ -127,3 +127,42 @@ def test_a_users_weightings_are_checked_like_ours(tmp_path: Path):
         check(f"{group}.name={path}:{function}", f"{group}.params.power=2")
         with pytest.raises(ConfigError, match=rf"{group}\.params\.powr: {function} has no such parameter; it takes power"):
             check(f"{group}.name={path}:{function}", f"{group}.params.powr=2")
+
+
+SEVERAL = "reward=[exact_integer,numeric,format]"
+MEAN = {  # overrides: the parts whose accuracies make a mean, and the last, which the advice leaves out
+    (SEVERAL,): ("exact_integer, numeric", "numeric"),
+    (SEVERAL, "reward.parts.numeric.sources=[b]", "data.sources.b.kind=arithmetic"): ("exact_integer, numeric", "numeric"),
+    ("reward=[exact_integer,format]", "reward.parts.format.accuracy=true", "data.sources.arithmetic.reward=format"): None,
+    (
+        "reward=[exact_integer,format]",
+        "reward.parts.format.accuracy=true",
+        "reward.parts.exact_integer.needs=format",
+        "data.sources.arithmetic.reward=exact_integer",
+    ): ("format, exact_integer", "exact_integer"),
+    (SEVERAL, "reward.combine=min"): None,
+    (SEVERAL, "reward.combine=product"): None,
+    (SEVERAL, "reward.parts.numeric.accuracy=false"): None,
+    (
+        SEVERAL,
+        "reward.parts.exact_integer.sources=[arithmetic]",
+        "reward.parts.numeric.sources=[b]",
+        "data.sources.b.kind=arithmetic",
+    ): None,
+    (): None,
+}
+
+
+@pytest.mark.parametrize("overrides", MEAN, ids=" ".join)
+def test_a_mean_of_accuracies_is_warned_of_once(overrides: tuple[str, ...], caplog: pytest.LogCaptureFixture):
+    check(*overrides)
+    if MEAN[overrides] is None:
+        assert caplog.messages == []
+        return
+    names, last = MEAN[overrides]
+    (message,) = caplog.messages
+    assert message.startswith(f"reward.parts: {names} all count for accuracy, which under reward.combine=sum is their mean,")
+    caplog.clear()
+    check(*overrides, f"reward.parts.{last}.accuracy=false")
+    check(*overrides, "reward.combine=min")
+    assert caplog.messages == []

@@ -544,7 +544,7 @@ def test_sizes_at_their_edges():
     assert items(small.fit.learner)["reduction buffers"] == 4 * 344_928
     assert items(plan_of("reward.memory_gib=2", "reward.num_workers=2").fit.node)["2 verifiers at their limit"] == 4 * GIB
     # Two parts share two processes of 2 GiB; a third has three of its own, of half a GiB.
-    own = "reward.parts={a: {}, b: {}, c: {num_processes: 3, memory_gib: 0.5}}"
+    own = "reward.parts={a: {function: exact}, b: {function: exact}, c: {function: exact, num_processes: 3, memory_gib: 0.5}}"
     assert items(plan_of("reward.memory_gib=2", "reward.num_workers=2", own).fit.node)["5 verifiers at their limit"] == 5.5 * GIB
 
 

@@ -142,7 +142,7 @@ def test_a_line_in_is_a_line_out_with_its_other_keys(mine, tmp_path):
         {"completion": "4", "answer": "4", "options": {"scale": 0.25}},
         {"completion": "\ud800\u2028\x00\U0001f600\ufeff", "answer": "\ud800\u2028\x00\U0001f600\ufeff", "note": "\udfff\u2029"},
         {"completion": "abstain", "answer": None, "id": 3},
-        {"completion": "4"},
+        {"completion": "4", "answer": None},
     ]
     lines = b"\xef\xbb\xbf" + as_lines(rows[:2]) + b"\n \t\r\n" + as_lines(rows[2:]).rstrip().replace(b"\n", b"\r\n")
     code, found, errors = score(*mine, lines=lines, cwd=tmp_path)
@@ -156,10 +156,12 @@ def test_a_line_in_is_a_line_out_with_its_other_keys(mine, tmp_path):
     assert odd["note"] == "\udfff\u2029"
     assert (declined["status"], declined["value"], declined["id"]) == ("abstain", None, 3)
     assert "not today" in declined["detail"]
-    assert (wrong["status"], wrong["value"]) == ("ok", 0.0), "without an answer it is null"
+    assert (wrong["status"], wrong["value"]) == ("ok", 0.0)
     assert "5 lines in" in errors
     assert "status: ok 4, abstain 1" in errors
     assert "outcome: right 2, wrong 2; mean value 0.5625, mean accuracy 0.5625" in errors  # 1, 0.25, 1 and 0, of four
+    assert "mean of each part: own 0.5625" in errors
+    assert "judged none" not in errors
     assert re.search(r"6 +3 +1 +abstain +.*not today", errors), "the line, its id, how often, the status: " + errors
 
 
@@ -174,6 +176,8 @@ BAD = {
     b'["4", 4]': 'is not a JSON object; write {"completion": ..., "answer": ...}',
     b'{"answer": 4}': "has no 'completion'",
     b'{"completions": "4"}': "has no 'completion'; did you mean 'completions'?",
+    b'{"completion": "4"}': "has no 'answer', which the reward part 'own' takes; where there is none write \"answer\": null",
+    b'{"completion": "4", "answr": 4}': "has no 'answer'; did you mean 'answr'?",
     b'{"completion": 4, "answer": 4}': "'completion' is a number, not a text",
     b'{"completion": null, "answer": 4}': "has no 'completion'",
     b'{"completion": "4", "prompt": ["a"]}': "'prompt' is a list, not a text",
@@ -194,7 +198,7 @@ def test_an_unusable_line_is_named_with_its_fault(line, mine, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     parser = LineParser("in.jsonl", [load_config(mine).reward])
     assert parser.parse(b" \r") is None
-    assert parser.parse(b'{"completion": "4", "options": {"scale": 2}}').number == 2
+    assert parser.parse(b'{"completion": "4", "answer": null, "options": {"scale": 2}}').number == 2
     with pytest.raises(InputError) as caught:
         parser.parse(line)
     assert str(caught.value).startswith("in.jsonl, line 3: ")
@@ -256,12 +260,41 @@ def test_what_is_refused_before_a_line_is_read(tmp_path):
         ): "reward.parts.exact_integer.params.lats: exact_integer has no",
         ("--compare", "reward.parts.exact_integer.params.lats=1", "output=new"): "reward.parts.exact_integer.params.lats: exact",
         ("--compare", "steps='"): "--compare steps=': No closing quotation",
+        (
+            "--compare",
+            f"input={there}",
+        ): f"--compare input={there}: input={there} is not of a reward; it wants the second reward, ",
+        ("--compare", "reward=exact output=new"): "--compare reward=exact output=new: output=new is not of a reward; ",
+        ("--compare", ""): "--compare : it is empty; it wants the second reward, ",
     }.items():
         code, found, errors = score(*arguments, cwd=tmp_path)
         assert (code, found) == (2, []), errors
         assert errors.splitlines()[-1].startswith(f"limen: {words}")
     assert there.read_bytes() == before
     assert list(tmp_path.iterdir()) == [there], "what is refused leaves no file"
+
+
+def test_an_answer_is_wanted_of_the_lines_whose_verifiers_take_one(tmp_path):
+    own = "def short(completion):\n    return len(completion) < 3\n\n\ndef free(completion, answer=None):\n    return answer is None\n"
+    (tmp_path / "own.py").write_text(own)
+    parts = ["reward.parts.exact_integer.sources=[a]", "reward.parts.short={function: own.py:short, sources: [b]}"]
+    parts.append("reward.parts.free={function: own.py:free, sources: [b]}")
+    rows = [{"completion": "4", "source": "b"}, {"completion": "4", "source": "a"}]
+    code, found, errors = score(*parts, lines=as_lines(rows), cwd=tmp_path)
+    assert code == 2
+    assert [row["parts"] for row in found] == [{"short": 1.0, "free": 1.0}]
+    assert "line 2: has no 'answer', which the reward part 'exact_integer' takes" in errors.splitlines()[-1]
+
+
+def test_no_lines_and_no_verdicts_are_said(tmp_path):
+    code, found, errors = score(lines=b"\n", cwd=tmp_path)
+    assert (code, found, errors) == (0, [], "no lines were scored\n")
+    rows = [{"completion": "4", "answer": answer} for answer in ("four", "five", "four")]
+    code, found, errors = score(lines=as_lines(rows), cwd=tmp_path)
+    assert (code, {row["status"] for row in found}) == (0, {"invalid"})
+    last = errors.splitlines()[-1]
+    assert last.startswith("the verifier judged none of the 3 lines; 2 times it said: ")
+    assert "'four' is not an integer" in last
 
 
 @pytest.mark.parametrize(("closed", "key"), [("<&-", "input"), (">&-", "output")])
@@ -335,7 +368,10 @@ def test_two_rewards_and_where_they_disagree(tmp_path):
 
 
 def test_options_that_only_one_of_two_rewards_knows_are_its_own(tmp_path):
-    rows = [{"completion": "it is 4", "answer": "4", "options": {"last": False}}, {"completion": "4", "options": {"lats": 1}}]
+    rows = [
+        {"completion": "it is 4", "answer": "4", "options": {"last": False}},
+        {"completion": "4", "answer": "4", "options": {"lats": 1}},
+    ]
     code, found, errors = score("--compare", "reward=exact", lines=as_lines(rows), cwd=tmp_path)
     assert code == 2
     assert errors.splitlines()[-1].startswith("limen: standard input, line 2: options.lats: exact_integer has no such parameter")

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from orchestrator.tally import Times
+from orchestrator.tally import Times, human_time
 from orchestrator.worst import MOST_NAMES, MOST_ROWS, WorstSamples
 from rollout.records import Consequence, Outcome, Score, Status
 
@@ -50,6 +50,12 @@ def test_a_run_in_which_every_prompt_fails_is_counted_in_bounded_memory():
     assert len(worst._failed) <= MOST_NAMES
     first = worst.failing()[0]
     assert (first["prompt_id"], first["num_failed"]) == ("always", 5 * MOST_NAMES)
+
+
+def test_times_are_written_for_people():
+    times = (0.0, 1.83e-5, 0.0124, 0.0996, 0.9949, 0.996, 1.234, 9.96, 99.4, 99.6, 1234.5)
+    told = ["under 0.001 ms", "0.018 ms", "12 ms", "100 ms", "995 ms", "1 s", "1.2 s", "10 s", "99 s", "100 s", "1234 s"]
+    assert [human_time(seconds) for seconds in times] == told
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 300.0])

@@ -150,6 +150,27 @@ def test_outcomes(source, answer, value, outcome, words):
     assert verdict.extracted == textwrap.dedent(source).strip()
 
 
+@pytest.mark.parametrize(
+    ("source", "detail"),
+    [
+        (
+            "import sys\ndef f(x):\n    return x + 1\nprint('a note', file=sys.stderr)\nf('2')",
+            'ended with exit code 1: TypeError: can only concatenate str (not "int") to str\na note\n'
+            '  File "program.py", line 5, in <module>\n    f(\'2\')\n  File "program.py", line 3, in f\n    return x + 1\n',
+        ),
+        ("raise ValueError('a\\nb')", 'ended with exit code 1: ValueError: a\nb\n  File "program.py", line 1, in <module>'),
+        ("try:\n    1 / 0\nfinally:\n    [][0]", "ended with exit code 1: IndexError: list index out of range\nTraceback"),
+        ("def f(:\n", 'SyntaxError: invalid syntax\n  File "program.py", line 1'),
+        ("import sys\nsys.exit('no luck')", "ended with exit code 1: no luck"),
+    ],
+)
+def test_the_error_of_a_program_comes_first_and_the_harness_nowhere(source, detail):
+    verdict = run(source, script(("", "3\n")))
+    assert verdict.detail.startswith(f"test 1 of 1: {detail}")
+    assert "main.py" not in verdict.detail
+    assert "run_program" not in verdict.detail
+
+
 def test_words_without_a_program_are_unparsed():
     for completion in ("", "I do not know the answer.", "```cpp\nint main() {}\n```"):
         verdict = code(completion, script(("", "3\n")), isolation="landlock")

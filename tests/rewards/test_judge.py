@@ -233,7 +233,7 @@ def test_extra_keys_of_the_request_go_over_ours_and_null_leaves_one_out(endpoint
         ({"criteria": ["a"]}, "criteria: wants a map"),
         ({"criteria": {}}, "criteria: wants a map"),
         ({"extra": "x"}, "extra: wants a map"),
-        ({"api_key_env": "LIMEN_NO_SUCH_VARIABLE"}, "api_key_env: names the environment variable"),
+        ({"api_key_env": "LIMEN_NO_SUCH_VARIABLE"}, "api_key_env: the environment variable LIMEN_NO_SUCH_VARIABLE is not set"),
         ({"cache_dir": "/proc/nowhere"}, "cache_dir: '/proc/nowhere' is no folder"),
         ({"timeout_seconds": 0.0}, "timeout_seconds must be above 0"),
         ({"retries": -1}, "retries 0 or more"),

@@ -164,7 +164,11 @@ def test_a_process_that_dies_costs_its_item_only(pool, act, told):
         ("junk accuracy_above_one", "accuracy 1.5"),
         ("junk unknown_key", "did you mean 'accuracy'"),
         ("junk no_value", "without 'value'"),
-        ("junk unknown_outcome", "'great' is not a valid Outcome"),
+        (
+            "junk unknown_outcome",
+            "hostile_verifiers.py:obey: ValueError: returned the outcome 'great', which is none of right, wrong, unparsed, time_limit, "
+            "memory_limit, output_limit, syntax, crash, none",
+        ),
         ("junk half_a_name", "a measure named 'half a"),
         ("junk long_name", "1 to 100 printable characters"),
         ("junk no_name", "a measure named 3"),
@@ -469,6 +473,7 @@ def test_answers_arrive_as_they_are():
         (f"{HOSTILE}:needs_more", {}, "'gold', which is none of completion, answer, prompt, prompt_id, num_tokens, completions"),
         (f"{HOSTILE}:everything", {}, "scale"),
         ("no_such_module.f", {}, "no_such_module"),
+        ("{tmp}/typo.py:f", {}, "a setting of its own goes behind a * in the signature; did you mean 'answer'?"),
         ("{tmp}/missing.py:f", {}, "missing.py"),
         ("{tmp}/syntax.py:f", {}, "syntax.py, line 1"),
         ("{tmp}/raises.py:f", {}, "no licence"),
@@ -479,6 +484,7 @@ def test_answers_arrive_as_they_are():
 )
 def test_a_function_that_can_not_be_loaded_is_told_at_the_start(tmp_path, function, params, told):
     (tmp_path / "syntax.py").write_text("def f(:\n")
+    (tmp_path / "typo.py").write_text("def f(completion, anwser):\n    return 1.0\n")
     (tmp_path / "raises.py").write_text("raise RuntimeError('no licence')\n")
     (tmp_path / "exits.py").write_text("import sys\nsys.exit(4)\n")
     (tmp_path / "dies.py").write_text("import os, signal\nos.write(2, b'last words')\nos.kill(os.getpid(), signal.SIGSEGV)\n")

@@ -276,10 +276,10 @@ def _swallow(function, *arguments):
 
 
 def test_an_address_that_can_not_be_served_is_refused():
-    reward = RewardConfig(parts={"exact_integer": RewardPart()})
+    reward = RewardConfig(parts={"exact_integer": RewardPart(function="exact_integer")})
     with pytest.raises(RewardError, match=r"serve\.host: '0\.0\.0\.0' can be reached by others; .*serve\.token_env="):
         serve(reward, ServeConfig(host="0.0.0.0", port=0))
-    with pytest.raises(RewardError, match=r"serve\.token_env: names the environment variable"):
+    with pytest.raises(RewardError, match=r"serve\.token_env: the environment variable LIMEN_NO_SUCH_VARIABLE is not set"):
         serve(reward, ServeConfig(host="0.0.0.0", port=0, token_env="LIMEN_NO_SUCH_VARIABLE"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
