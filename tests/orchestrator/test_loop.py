@@ -302,7 +302,7 @@ async def test_a_resumed_run_whose_verifier_was_mended_goes_on():
     assert len(state.judged) == 3
     mended = World()
     ledger = mended.make()._ledger
-    ledger.restore(json.loads(json.dumps(loop._ledger.state())))
+    ledger.restore(json.loads(json.dumps(loop._ledger.state())), loop._ledger.arrays())
     settings, handles = replace(SETTINGS, num_steps=1), (mended,) * 5
     mended.loop = Loop(settings, ledger, handles, SELECTIONS["zero_variance"], Waits(), step=0, version=0, state=state)
     assert await mended.loop.run() == "done"
