@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(60)
 
 def group(prompt_id, *times, status=Status.OK, purpose=Purpose.TRAIN):
     visit = Visit(prompt_id, 0, purpose)
-    meta = GroupMeta(visit, "w", 3, (2,) * len(times), (2,) * len(times), 0, 0, 0, 0, 0.0, 0, 0.0)
+    meta = GroupMeta(visit, "w", 3, (2,) * len(times), (2,) * len(times), 0, 0, 0, 0, 0.0, 0, 0.0, ())
     value = 1.0 if status is Status.OK else None
     scores = (Score(status, Outcome.NONE, value, value, {}, None, s, f"of {prompt_id}", {}, Consequence.NONE) for s in times)
     return Scored(meta, Address(None, 0), tuple(scores))
