@@ -158,6 +158,7 @@ async def test_the_watchdog_names_every_frozen_stage_with_stacks_in_time(tmp_pat
     freezes.mkdir()
     monkeypatch.setenv("LIMEN_TEST_FREEZES", str(freezes))  # before the instance starts: its actors inherit it
     monkeypatch.setattr("orchestrator.job.Waits", PatientWaits)
+    monkeypatch.setattr("orchestrator.reward_plan.GRACE_S", 0.0)  # two seconds for each of 64 calls would be most of the test
     monkeypatch.setattr(launch, "RolloutActor", Rollout)
     monkeypatch.setattr(launch, "LearnerActor", Learner)
     monkeypatch.setattr(launch, "RewardActor", Reward)
