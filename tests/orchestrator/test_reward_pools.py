@@ -79,7 +79,7 @@ class Bench:
         for name, prompt, answer, texts in asked:
             self.prompts[name] = Prompt(name, "cases", "cases", prompt, np.array([1], np.int32), answer, part)
             completions = tuple(completion(index, text) for index, text in enumerate(texts))
-            groups.append(Group(Visit(name, 0, purpose), np.array([1], np.int32), completions, "rollout-0", 0.0))
+            groups.append(Group(Visit(name, 0, purpose), np.array([1], np.int32), completions, "rollout-0", 0.0, ()))
         parcel = ray.put(groups)
         finished = [Finished(describe_group(group), Address(parcel, place)) for place, group in enumerate(groups)]
         return [item.scores for item in await self.scorer.score(finished)]
