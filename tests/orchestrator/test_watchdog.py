@@ -114,10 +114,9 @@ async def test_a_breach_names_the_culprits_with_their_stacks_before_anything_is_
     assert breach["last_events"][0].startswith("proven ")
     assert [(row["owner"], row["name"]) for row in breach["also_waiting"]] == [("reward pool", "scores")]
     pids = [fact["pid"] for fact in facts]
-    assert breach["culprits"] == {
-        "learner-0": f"process {pids[0]} is sleeping",
-        "learner-1": f"process {pids[1]} is stopped, by SIGSTOP or SIGTSTP",
-    }
+    at_work = breach["culprits"].pop("learner-0")
+    assert at_work in (f"process {pids[0]} is sleeping", f"process {pids[0]} is running")  # its other threads wake now and then
+    assert breach["culprits"] == {"learner-1": f"process {pids[1]} is stopped, by SIGSTOP or SIGTSTP"}
     text = (w.folder / breach["stacks"]).read_text()
     alive, dead = text.split("==== learner-1")
     assert "in grind" in alive
