@@ -17,13 +17,13 @@ demo: install
 	$(bin)/limen train $(ARGS)
 
 # What needs a Ray cluster or an engine runs by itself: two at once would stand in each other's way on two cores.
-beside := tests/configs tests/learner tests/rewards
+beside := $(wildcard tests/configs tests/learner tests/rewards)
 
 test: install
 ifdef ARGS
 	$(bin)/python -m pytest $(ARGS)
 else
-	$(bin)/python -m pytest -n 2 --dist loadfile $(beside)
+	$(if $(beside),$(bin)/python -m pytest -n 2 --dist loadfile $(beside))
 	$(bin)/python -m pytest tests $(addprefix --ignore=,$(beside))
 endif
 
