@@ -14,40 +14,10 @@ from fractions import Fraction
 
 from rewards.math_nodes import EMPTY, INFINITY, MINUS_ONE, Node, flat, negative, num, plain_words, product
 from rewards.math_reader import MAX_DEPTH, TokenReader, nested
-from rewards.math_tokens import Token, Unreadable
+from rewards.math_tokens import FUNCTIONS, Token, Unreadable
 from rewards.math_units import CURRENCY, FACTORS, PERCENT, SEPARATORS, unit_at
 
 RELATIONS = frozenset(["=", "<", ">", "<=", ">=", "!=", "\\approx", "\\in"])
-FUNCTIONS = frozenset(
-    [
-        "sin",
-        "cos",
-        "tan",
-        "cot",
-        "sec",
-        "csc",
-        "sinh",
-        "cosh",
-        "tanh",
-        "arcsin",
-        "arccos",
-        "arctan",
-        "arsinh",
-        "arcosh",
-        "artanh",
-        "log",
-        "ln",
-        "lg",
-        "exp",
-        "max",
-        "min",
-        "gcd",
-        "lcm",
-        "abs",
-        "floor",
-        "ceil",
-    ]
-)
 _INVERSE = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}
 _GREEK = frozenset(
     [

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import re
 
-from rewards.math_formulas import FUNCTIONS, RELATIONS, FormulaParser
+from rewards.math_formulas import RELATIONS, FormulaParser
 from rewards.math_nodes import ALL_REALS, EMPTY, Node, flat, plain_words, spread
 from rewards.math_reader import nested
-from rewards.math_tokens import Token, Unreadable, tokens
+from rewards.math_tokens import FUNCTIONS, Token, Unreadable, tokens
 from rewards.math_units import SEPARATORS, unit_at
 
 _WORDS_ONLY = re.compile(r"(?:[^\W\d_]|[ '.,!?-])*")

@@ -141,7 +141,7 @@ _SAME = {
     "\\simeq": "\\approx", "\\degree": "\\circ", "\\percent": "%", "\\%": "%", "\\colon": ":", "\\land": "\\and", "\\lor": "\\or",
     "\\varphi": "\\phi", "\\varepsilon": "\\epsilon", "\\dollar": "\\$", "\\textdollar": "\\$", "\\equiv": "=", "\\imath": "i", "\\union": "\\cup", "\\lor ": "\\or",
 }  # fmt: skip
-_FORMULA_WORDS = frozenset(
+FUNCTIONS = frozenset(
     [
         "sin",
         "cos",
@@ -155,21 +155,24 @@ _FORMULA_WORDS = frozenset(
         "arcsin",
         "arccos",
         "arctan",
+        "arsinh",
+        "arcosh",
+        "artanh",
         "log",
         "ln",
         "lg",
         "exp",
-        "sqrt",
-        "abs",
-        "gcd",
-        "lcm",
         "max",
         "min",
-        "pi",
-        "inf",
-        "infinity",
+        "gcd",
+        "lcm",
+        "abs",
+        "floor",
+        "ceil",
     ]
 )
+# In a text: "floor" and "ceil" are words there.
+_FORMULA_WORDS = (FUNCTIONS - {"floor", "ceil"}) | {"sqrt", "pi", "inf", "infinity"}
 
 
 def tokens(text: str) -> list[Token]:
