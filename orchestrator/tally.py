@@ -14,11 +14,12 @@ from rich.text import Text
 from orchestrator.console import printable
 from orchestrator.score_lines import Line
 from orchestrator.worst import WorstSamples
+from rewards.sandbox import RUNG_NUMBERS
 from rollout.records import Outcome, Score, Status
 
 PER_DECADE = 100  # bins of a histogram of times: 2.3 % wide each
 SHOWN = 5  # rows of a table of the worst lines
-RUNGS = {3.0: "namespaces", 2.0: "landlock", 1.0: "rlimits"}  # by what a verifier measures as `rung`
+RUNGS = {float(number): str(rung) for rung, number in RUNG_NUMBERS.items()}
 QUANTILES = (0.5, 0.95, 0.99, 1.0)
 MOST_WORDS = 4096  # different words of verifiers that are counted
 
@@ -71,7 +72,7 @@ class Tally:
             self._complaints[score.detail] += 1
         for name, number in score.measures.items():
             part, _, measure = name.rpartition(".")
-            if measure == "rung":
+            if measure == "rung" and number in RUNGS:  # a verifier of the user's may measure another thing by that name
                 self._rungs[part][RUNGS[number]] += 1
         self._times.add(score.time_s)
         self._worst.add(line.items[0].prompt_id, score, {"line": line.number})

@@ -16,7 +16,7 @@ from rewards.code_answers import CodeTests, FunctionTest, ScriptTest, read_answe
 from rewards.code_outputs import read_json, same_output, same_value
 from rewards.contract import RewardError, Verdict
 from rewards.programs import find_program
-from rewards.sandbox import Limits, Ran, Rung, choose, run_python
+from rewards.sandbox import RUNG_NUMBERS, Limits, Ran, Rung, choose, run_python
 from rollout.records import Outcome
 
 _HARNESS = Path(__file__).with_name("code_harness.py").read_text()
@@ -24,7 +24,6 @@ _MIN_MEMORY_MB = 64  # Python itself does not start reliably in less
 _OUTPUT_BYTES = 2**20  # allowed beside four times what is expected
 _FILE_BYTES = 2**26
 _NUM_FILES = 64
-_RUNG_NUMBERS = {Rung.NAMESPACES: 3, Rung.LANDLOCK: 2, Rung.RLIMITS: 1}
 _TAIL_LINES, _TAIL_BYTES = 10, 2000  # of what the program wrote to stderr, kept for the log
 # What a line from the sandbox may say of a failed test. Not "right": the program can write lines, too.
 _FAILED = {"wrong": Outcome.WRONG, "crash": Outcome.CRASH, "memory_limit": Outcome.MEMORY_LIMIT}
@@ -104,7 +103,7 @@ def code(
         accuracy=float(right),
         outcome=outcome,
         extracted=None if found is None or outcome is Outcome.UNPARSED else found.source,
-        measures={"num_tests": len(tests.tests), "num_passed": num_passed, "rung": _RUNG_NUMBERS[rung]},
+        measures={"num_tests": len(tests.tests), "num_passed": num_passed, "rung": RUNG_NUMBERS[rung]},
         detail=detail,
     )
 

@@ -24,9 +24,9 @@ from typing import Literal
 from rewards import confine, sandbox_process
 from rewards.contract import RewardError
 from rewards.sandbox_process import Ended
-from rewards.sandbox_setup import START_CPU_S, Limits, Rung, bubblewrap
+from rewards.sandbox_setup import RUNG_NUMBERS, START_CPU_S, Limits, Rung, bubblewrap
 
-__all__ = ["Limits", "Ran", "Rung", "available", "choose", "run_python"]
+__all__ = ["RUNG_NUMBERS", "Limits", "Ran", "Rung", "available", "choose", "run_python"]
 
 _PROBE = "import json, heapq, os\nopen('probe', 'w').write('x')\nprint(json.dumps(heapq.nsmallest(1, [2, 1])))"
 _PROBE_LIMITS = Limits(cpu_s=10, wall_s=20, memory_bytes=2**29, output_bytes=2**16, file_bytes=2**20, num_files=16)

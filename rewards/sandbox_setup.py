@@ -63,6 +63,10 @@ class Rung(StrEnum):
     RLIMITS = "rlimits"
 
 
+# What a verifier measures as `rung`.
+RUNG_NUMBERS = {Rung.NAMESPACES: 3, Rung.LANDLOCK: 2, Rung.RLIMITS: 1}
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What one program may use."""

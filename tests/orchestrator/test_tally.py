@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
-from orchestrator.tally import Times, human_time
+from orchestrator.score_lines import Line
+from orchestrator.tally import Tally, Times, human_time
 from orchestrator.worst import MOST_NAMES, MOST_ROWS, WorstSamples
+from rewards.contract import RewardItem
 from rollout.records import Consequence, Outcome, Score, Status
 
 
@@ -68,3 +71,12 @@ def test_quantiles_are_true_to_the_width_of_a_bin(scale):
     for share, true in ((0.5, 50), (0.95, 95), (1.0, 100)):
         assert true * scale <= times.quantile(share) * (1 + 1e-9) <= true * scale * 10**0.01 * (1 + 1e-6)
     assert Times().quantile(0.5) == 0.0
+
+
+@pytest.mark.parametrize(("number", "known"), [(3.0, {"namespaces": 1}), (2.0, {"landlock": 1}), (7.0, {}), (0.5, {})])
+def test_a_measure_called_rung_is_the_sandbox_only_where_it_is_one_of_its_numbers(number, known):
+    """A verifier of the user's may measure another thing by that name."""
+    item = RewardItem("", "x", None, "1", None, None, None, {})
+    tally = Tally()
+    tally.add(Line(1, 1, (item,), {}), replace(score(0.1), measures={"mine.rung": number}))
+    assert tally._rungs["mine"] == known
