@@ -20,7 +20,7 @@ from configs.schema import Config, Placement, RolloutConfig, Seeds, Transport
 from learner.warm_start import base_model_path
 from orchestrator.replay import Record, check_source, open_record
 from rollout.engine import GroupRequest, OnSwap, Sampling, Straggler
-from rollout.prompts import PromptSet, load_prompts, render
+from rollout.prompts import PromptSet, load_prompts, read_rows, render
 from rollout.records import Prompt, Purpose, Visit, sampling_seed
 from rollout.sources import Row
 from rollout.tokenizer import load_tokenizer
@@ -42,8 +42,8 @@ class Material:
 
 
 def gather_material(config: Config, say: Callable[[str], None]) -> Material:
-    """Builds or finds the base model and loads the prompts: of the data, or of the run that is replayed. Raises DataError,
-    ConfigError, ModelError."""
+    """Reads the rows of the data, builds or finds the base model, and makes the prompts: of the rows, or of the run that is replayed.
+    Raises DataError, ConfigError, ModelError."""
     quiet_libraries()
     source = config.rollout.source_run
     if source is not None:
@@ -54,11 +54,12 @@ def gather_material(config: Config, say: Callable[[str], None]) -> Material:
             f"rollout.transport={config.rollout.transport.value} moves bytes between GPUs, and this machine has none; "
             "rollout.transport=local works"
         )
-    path = str(base_model_path(config.model, progress=say))
+    rows = [] if source is not None else read_rows(config.data, list(config.reward.parts))
+    path = str(base_model_path(config.model, progress=say))  # after the rows: a bad one is found before a model is built
     tokenizer = load_tokenizer(path, config.model.trust_remote_code)
     _check_length(config, path)
     record = open_record(Path(source), tokenizer) if source is not None else None
-    prompts = record.prompts if record else load_prompts(config.data, tokenizer, list(config.reward.parts))
+    prompts = record.prompts if record else load_prompts(config.data, tokenizer, rows)
     asked = ask_prompts(config.sample.prompts, config, tokenizer)
     return Material(
         model_path=path,

@@ -32,19 +32,26 @@ class PromptSet:
     num_cut: int  # prompts that lost their beginning (``too_long: cut_left``)
 
 
-def load_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase, reward_parts: Collection[str]) -> PromptSet:
-    """All prompts of all sources; ids are ``source/id``, so that equal ids of two sources stay apart.
+def read_rows(data: DataConfig, reward_parts: Collection[str]) -> list[tuple[str, Row]]:
+    """The rows of all sources, each with the name of its source. No model is needed, so a run reads them before it builds one.
 
-    A prompt as long as ``max_prompt_tokens`` is allowed. ``cut_left`` keeps exactly the last ``max_prompt_tokens`` ids: the end
-    of the template stays whole, and what is cut away includes the begin token.
-    Raises DataError, see ``rollout.sources.load_rows`` and :func:`render`.
+    Raises DataError, see ``rollout.sources.load_rows``.
     """
     if not data.sources:
         raise DataError("data.sources: there is no prompt source; data=arithmetic has one")
-    pairs = [(name, row) for name, source in data.sources.items() for row in load_rows(name, source, reward_parts)]
+    return [(name, row) for name, source in data.sources.items() for row in load_rows(name, source, reward_parts)]
+
+
+def load_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase, rows: Sequence[tuple[str, Row]]) -> PromptSet:
+    """The prompts of the rows that ``read_rows`` gave; ids are ``source/id``, so that equal ids of two sources stay apart.
+
+    A prompt as long as ``max_prompt_tokens`` is allowed. ``cut_left`` keeps exactly the last ``max_prompt_tokens`` ids: the end
+    of the template stays whole, and what is cut away includes the begin token.
+    Raises DataError for a prompt that is too long under ``too_long: error``, where all are left out, and see :func:`render`.
+    """
     prompts, keys = [], []
     num_too_long = num_cut = 0
-    for (name, row), (full_text, full_ids) in zip(pairs, render(data, tokenizer, [row for _, row in pairs]), strict=True):
+    for (name, row), (full_text, full_ids) in zip(rows, render(data, tokenizer, [row for _, row in rows]), strict=True):
         text, token_ids = full_text, full_ids
         if len(full_ids) > data.max_prompt_tokens:
             if data.too_long is TooLong.error:

@@ -13,7 +13,7 @@ from configs.schema import DataConfig, EmbeddedModel, ModelConfig, SourceConfig
 from learner import model_cache, smollm2
 from learner.model_cache import cached_folder
 from learner.warm_start import IGNORED, _addition_batches, _pad, base_model_path, held_out_sums
-from rollout.prompts import load_prompts
+from rollout.prompts import load_prompts, read_rows
 from rollout.sources import DataError
 from rollout.tokenizer import character_tokenizer, load_tokenizer
 
@@ -130,7 +130,7 @@ def test_random_weights_are_not_trained_first() -> None:
 
 def test_the_warm_start_never_sees_the_sums_that_the_default_run_holds_out() -> None:
     data = DataConfig(sources={"sums": SourceConfig()})
-    held = {prompt.text for prompt in load_prompts(data, character_tokenizer(), ()).held_out}
+    held = {prompt.text for prompt in load_prompts(data, character_tokenizer(), read_rows(data, ())).held_out}
     assert {f"{a}+{b}=" for a, b in held_out_sums(3)} | {f"{b}+{a}=" for a, b in held_out_sums(3)} >= held
     tokenizer = character_tokenizer()
     batches = _addition_batches(EmbeddedModel(steps=40, batch_size=500, digit_weights=[1.0, 1.0, 0.0]), tokenizer)
@@ -141,7 +141,8 @@ def test_the_warm_start_never_sees_the_sums_that_the_default_run_holds_out() -> 
 
 def test_an_example_is_a_prompt_as_the_run_asks_it_and_its_sum() -> None:
     tokenizer = character_tokenizer()
-    prompts = {p.text: p.token_ids.tolist() for p in load_prompts(DataConfig(sources={"s": SourceConfig()}), tokenizer, ()).train}
+    data = DataConfig(sources={"s": SourceConfig()})
+    prompts = {p.text: p.token_ids.tolist() for p in load_prompts(data, tokenizer, read_rows(data, ())).train}
     seen = 0
     for prompt, completion in next(_addition_batches(EmbeddedModel(batch_size=500, digit_weights=[0.0, 1.0, 0.0]), tokenizer)):
         text = tokenizer.decode(prompt, skip_special_tokens=True)

@@ -1,10 +1,16 @@
 """What a run is refused for before anything is built."""
 
+import json
+
 import pytest
 import torch
 
 from configs.compose import ConfigError, load_config
+from orchestrator import material
 from orchestrator.material import gather_material
+from rollout.sources import DataError
+
+pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.mark.parametrize("transport", ["nccl", "ipc"])
@@ -13,3 +19,18 @@ def test_a_transport_between_gpus_is_refused_without_one(transport, monkeypatch)
     config = load_config([f"rollout.transport={transport}", "model.path=no-such-model"])
     with pytest.raises(ConfigError, match=rf"rollout\.transport={transport} .* has none; rollout\.transport=local works"):
         gather_material(config, lambda line: None)
+
+
+@pytest.mark.parametrize("by", ["", None, "someorg/gsm8k-mirror", "Math"], ids=["empty", "missing", "unknown", "other case"])
+def test_b64_a_row_with_an_unknown_reward_is_refused_before_a_model_is_built(by, tmp_path, monkeypatch):
+    rows = [{"prompt": f"1+{i}=", "answer": str(i + 1), "by": "math"} for i in range(4)]
+    rows[2] = {name: value for name, value in (rows[2] | {"by": by}).items() if value is not None}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    built = []
+    monkeypatch.setattr(material, "base_model_path", lambda model, progress: built.append(model))
+    source = "data.sources.main"
+    overrides = ["data=jsonl", f"{source}.path={tmp_path}/rows.jsonl", f"{source}.reward_column=by", "reward=[math,exact]"]
+    words = "no column 'by'" if by is None else f"column 'by': no reward part {by!r}.*; reward.parts has exact, math"
+    with pytest.raises(DataError, match=rf"rows\.jsonl:3: {words}"):
+        gather_material(load_config(overrides), lambda line: None)
+    assert not built

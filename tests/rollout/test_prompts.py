@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from configs.schema import DataConfig, SourceConfig, SourceKind, Template, TooLong
-from rollout.prompts import PromptSet, held_out_places, load_prompts
+from rollout.prompts import PromptSet, held_out_places, load_prompts, read_rows
 from rollout.sources import DataError
 from rollout.tokenizer import character_tokenizer, load_tokenizer
 
@@ -44,7 +44,8 @@ def load(tmp_path: Path, questions: list[Any], tokenizer: PreTrainedTokenizerFas
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": q, "answer": n}) + "\n" for n, q in enumerate(questions)))
     source = SourceConfig(kind=SourceKind.jsonl, path=str(file))
-    return load_prompts(DataConfig(sources={"rows": source}, held_out_per_stratum=0, **keys), tokenizer, ())
+    data = DataConfig(sources={"rows": source}, held_out_per_stratum=0, **keys)
+    return load_prompts(data, tokenizer, read_rows(data, ()))
 
 
 # The character tokenizer
@@ -166,7 +167,8 @@ def test_b110_equal_ids_of_two_sources_stay_apart(tmp_path: Path) -> None:
         file = tmp_path / f"{name}.jsonl"
         file.write_text(json.dumps({"prompt": question, "answer": gold, "id": 7}))
         sources[name] = SourceConfig(kind=SourceKind.jsonl, path=str(file), id_column="id")
-    loaded = load_prompts(DataConfig(sources=sources), character_tokenizer(), ())
+    data = DataConfig(sources=sources)
+    loaded = load_prompts(data, character_tokenizer(), read_rows(data, ()))
     assert [(p.id, p.source, p.text, p.answer) for p in loaded.train] == [
         ("first/7", "first", "2+2", 4),
         ("second/7", "second", "3+3", 6),
@@ -175,7 +177,7 @@ def test_b110_equal_ids_of_two_sources_stay_apart(tmp_path: Path) -> None:
 
 def test_no_source_is_refused() -> None:
     with pytest.raises(DataError, match=r"data\.sources: there is no prompt source"):
-        load_prompts(DataConfig(), character_tokenizer(), ())
+        read_rows(DataConfig(), ())
 
 
 # The held-out split
@@ -183,9 +185,8 @@ def test_no_source_is_refused() -> None:
 
 def arithmetic_prompts(**keys: Any) -> PromptSet:
     params = {name: keys.pop(name) for name in ("max_digits", "num_prompts") if name in keys}
-    return load_prompts(
-        DataConfig(sources={keys.pop("name", "sums"): SourceConfig(params=params)}, **keys), character_tokenizer(), ()
-    )
+    data = DataConfig(sources={keys.pop("name", "sums"): SourceConfig(params=params)}, **keys)
+    return load_prompts(data, character_tokenizer(), read_rows(data, ()))
 
 
 def test_the_default_arithmetic_split() -> None:
