@@ -26,7 +26,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from configs.schema import DataConfig, EmbeddedModel, ModelConfig
 from learner.model_cache import cached_folder
 from learner.smollm2 import smollm2_path
-from rollout.prompts import held_out_places, render
+from rollout.held_out import held_out_places
+from rollout.prompts import render
 from rollout.sources import DataError, Row, arithmetic
 from rollout.tokenizer import character_tokenizer, load_tokenizer
 

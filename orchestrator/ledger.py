@@ -70,11 +70,19 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """How many prompts an epoch has, how many of them are used, and how the run is cut into steps."""
+    """How many prompts an epoch has, how many of them are used, and how the run is cut into steps. Raises ConfigError where
+    ``data.last_batch: drop`` would leave none."""
 
     num_prompts: int
     groups_per_step: int
     last_batch: LastBatch
+
+    def __post_init__(self) -> None:
+        if self.visits_per_epoch == 0:
+            raise ConfigError(
+                f"data.last_batch=drop: {self.num_prompts} prompts to train on do not fill one batch of "
+                f"batch.groups_per_step={self.groups_per_step}; data.last_batch=wrap works, or fewer groups"
+            )
 
     @property
     def visits_per_epoch(self) -> int:
@@ -82,6 +90,11 @@ class Length:
         if self.last_batch is LastBatch.drop:
             return self.num_prompts - self.num_prompts % self.groups_per_step
         return self.num_prompts
+
+    @property
+    def num_skipped(self) -> int:
+        """Prompts that an epoch leaves out; which ones depends on its order."""
+        return self.num_prompts - self.visits_per_epoch
 
     def visits(self, num_epochs: float) -> int:
         """Visits in ``num_epochs`` passes."""

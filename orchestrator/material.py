@@ -18,6 +18,7 @@ from configs.errors import ConfigError
 from configs.lag import correction_in_use
 from configs.schema import Config, Placement, RolloutConfig, Seeds, Transport
 from learner.warm_start import base_model_path
+from orchestrator.ledger import Length
 from orchestrator.replay import Record, check_source, open_record
 from rollout.engine import GroupRequest, OnSwap, Sampling, Straggler
 from rollout.prompts import PromptSet, load_prompts, read_rows, render
@@ -69,6 +70,16 @@ def gather_material(config: Config, say: Callable[[str], None]) -> Material:
         num_parameters=count_parameters(path, trust_remote_code=config.model.trust_remote_code),
         num_gpus=num_gpus,
         record=record,
+    )
+
+
+def prompts_line(prompts: PromptSet, length: Length) -> str:
+    """What the start of a run says of its prompts."""
+    return (
+        f"prompts: {len(prompts.train)} to train on, {len(prompts.held_out)} held out"
+        + (f", {prompts.num_too_long} too long and left out" if prompts.num_too_long else "")
+        + (f", {prompts.num_cut} cut at their beginning" if prompts.num_cut else "")
+        + (f", {length.num_skipped} skipped in each epoch (data.last_batch=drop)" if length.num_skipped else "")
     )
 
 

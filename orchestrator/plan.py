@@ -30,9 +30,11 @@ from orchestrator.footprint import (
     mini_batch_samples,
     weight_bytes,
 )
+from orchestrator.ledger import Length
 from orchestrator.reward_plan import num_processes
 from orchestrator.shapes import Shape, model_shape
 from orchestrator.threads import Threads, thread_budget, usable_cpus
+from rollout.held_out import held_out_places
 from rollout.sources import load_rows
 
 VISITS_BOUND_BATCHES = 8  # of a step, where rollout.max_visits_per_step is not set
@@ -55,6 +57,7 @@ class BatchPlan:
     micro_batches: int  # of a rank in an optimizer step, if every row had the greatest length
     steps: int | None  # None: set by data.num_epochs over prompts that are not counted here
     epochs: float | None  # at the least: filtered groups take prompts too
+    num_skipped: int | None  # prompts that every epoch leaves out (data.last_batch: drop)
     open_bound: int  # visits open at once
 
 
@@ -84,7 +87,7 @@ class Plan:
 def plan(config: Config) -> int:
     """Prints the plan. Raises InputError where it does not fit, naming the smallest change that makes it fit."""
     here = Here(gpus_here(), psutil.virtual_memory().total, usable_cpus())
-    made = make_plan(config, here, count_rows(config))
+    made = make_plan(config, here, count_prompts(config))
     print("\n".join(describe(made)))
     problems = made.fit.problems
     if problems:
@@ -105,9 +108,9 @@ def _proposed(config: Config, found: Fit) -> tuple[str, ...]:
     return tuple(f"{key}={n}" for key, n in zip(COUNTS, counts, strict=True) if n > 1)
 
 
-def make_plan(config: Config, here: Here, num_rows: int | None) -> Plan:
-    """The plan, whether it fits or not. ``num_rows``: prompts before the held-out ones are taken, where they are known.
-    Raises InputError for a model whose shape is not known."""
+def make_plan(config: Config, here: Here, num_prompts: int | None) -> Plan:
+    """The plan, whether it fits or not. ``num_prompts``: those to train on, where they are known. Raises InputError for a
+    model whose shape is not known, and where the prompts do not fill a batch."""
     shape = model_shape(config.model)
     found = fit(config, shape, here)
     gpu, planned = found.machines.num_gpus > 0, found.config
@@ -117,21 +120,22 @@ def make_plan(config: Config, here: Here, num_rows: int | None) -> Plan:
         shape=shape,
         cache_token_bytes=cache_token_bytes(shape, planned),
         completions_that_fit=found.engine.of("cache") // completion_cache_bytes(shape, planned, gpu=gpu),
-        batch=_batch(planned, num_rows),
+        batch=_batch(planned, num_prompts),
         push=_push(planned, shape, found.machines, found.nodes),
         threads=thread_budget(planned, found.machines.cpus, shape.num_parameters),
     )
 
 
-def _batch(config: Config, num_rows: int | None) -> BatchPlan:
+def _batch(config: Config, num_prompts: int | None) -> BatchPlan:
     batch, rollout, longest = config.batch, config.rollout, longest_row(config)
     samples, rows = mini_batch_samples(batch), max(1, batch.tokens_per_micro_batch // longest)
     of_a_rank = -(-samples // config.learner.num_ranks)
     steps, epochs = config.steps, config.data.num_epochs
-    if num_rows is not None and epochs is not None:
-        steps = -(-int(epochs * num_rows) // batch.groups_per_step)
-    elif num_rows is not None and steps is not None:
-        epochs = steps * batch.groups_per_step / num_rows
+    length = None if num_prompts is None else Length(num_prompts, batch.groups_per_step, config.data.last_batch)
+    if length is not None and epochs is not None:
+        steps = length.steps(epochs)
+    elif length is not None and steps is not None:
+        epochs = steps * batch.groups_per_step / length.visits_per_epoch
     return BatchPlan(
         groups=batch.groups_per_step,
         completions=batch.groups_per_step * batch.group_size,
@@ -143,6 +147,7 @@ def _batch(config: Config, num_rows: int | None) -> BatchPlan:
         micro_batches=-(-of_a_rank // rows),
         steps=steps,
         epochs=epochs,
+        num_skipped=None if length is None else length.num_skipped,
         open_bound=most_open(rollout.max_lag, rollout.oversample, batch.groups_per_step),
     )
 
@@ -161,12 +166,14 @@ def _push(config: Config, shape: Shape, machines: Machines, nodes: Nodes) -> Pus
     )
 
 
-def count_rows(config: Config) -> int | None:
-    """Rows of the prompt sources; None where one of them is not read at once and offline. Raises DataError for a bad row."""
+def count_prompts(config: Config) -> int | None:
+    """Prompts to train on, if none is too long; None where a source is not read at once and offline. Raises DataError for a bad row."""
     sources = config.data.sources
     if any(source.kind not in COUNTABLE for source in sources.values()):
         return None
-    return sum(len(load_rows(name, source, list(config.reward.parts))) for name, source in sources.items())
+    rows = [row for name, source in sources.items() for row in load_rows(name, source, list(config.reward.parts))]
+    keys = [row.split_key for row in rows]
+    return len(rows) - len(held_out_places([row.stratum for row in rows], keys, config.data.held_out_per_stratum))
 
 
 def gpus_here() -> int:
@@ -252,6 +259,8 @@ def _describe_batch(batch: BatchPlan, config: Config) -> Iterator[str]:
     )
     yield _row("steps", steps)
     yield _row("passes over the prompts", "not counted here" if batch.epochs is None else f"at least {batch.epochs:.2f}")
+    if batch.num_skipped:
+        yield _row("prompts skipped in each pass", f"{batch.num_skipped} (data.last_batch={config.data.last_batch.value})")
 
 
 def _describe_use(name: str, use: Use) -> Iterator[str]:

@@ -5,8 +5,6 @@ The ids made here are the only ones: the engine, the learner and the log all get
 
 from __future__ import annotations
 
-import hashlib
-from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +14,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema import DataConfig, Template, TooLong
+from rollout.held_out import held_out_places
 from rollout.records import Prompt
 from rollout.sources import DataError, Question, Row, load_rows
 
@@ -77,28 +76,6 @@ def load_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase, rows: Seq
         num_too_long=num_too_long,
         num_cut=num_cut,
     )
-
-
-def held_out_places(strata: Sequence[str], keys: Sequence[str], per_stratum: int) -> set[int]:
-    """Places of the held-out rows: in each stratum those with the lowest hashes of their split key.
-
-    At most ``per_stratum`` and at most a fifth of the stratum (rounded down). Rows of one key are held out together or not at
-    all: a key with more rows than there is room for is passed over. Neither the order of the rows nor other strata matter.
-    """
-    places: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for place, (stratum, key) in enumerate(zip(strata, keys, strict=True)):
-        places[stratum][key].append(place)
-    sizes = Counter(strata)
-    held: set[int] = set()
-    for stratum, by_key in places.items():
-        room = min(per_stratum, sizes[stratum] // 5)
-        for key in sorted(by_key, key=_split_hash):
-            if room == 0:
-                break
-            if len(by_key[key]) <= room:
-                held.update(by_key[key])
-                room -= len(by_key[key])
-    return held
 
 
 def render(data: DataConfig, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> Iterator[tuple[str, list[int]]]:
@@ -165,7 +142,3 @@ def _messages(question: Question, instruction: str | None) -> list[dict[str, Any
 
 def _instructed(question: str, instruction: str | None) -> str:
     return question if instruction is None else f"{question}\n{instruction}"
-
-
-def _split_hash(key: str) -> bytes:
-    return hashlib.blake2b(key.encode(), digest_size=16).digest()

@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from configs.compose import ConfigError, load_config
+from configs.schema import LastBatch
 from orchestrator import material
-from orchestrator.material import gather_material
+from orchestrator.ledger import Length
+from orchestrator.material import gather_material, prompts_line
+from rollout.prompts import PromptSet
 from rollout.sources import DataError
 
 pytestmark = pytest.mark.timeout(60)
@@ -34,3 +37,20 @@ def test_b64_a_row_with_an_unknown_reward_is_refused_before_a_model_is_built(by,
     with pytest.raises(DataError, match=rf"rows\.jsonl:3: {words}"):
         gather_material(load_config(overrides), lambda line: None)
     assert not built
+
+
+@pytest.mark.parametrize(
+    ("last", "num_too_long", "words"),
+    [
+        (LastBatch.keep, 2, "prompts: 10 to train on, 3 held out, 2 too long and left out, 1 cut at their beginning"),
+        (
+            LastBatch.drop,
+            0,
+            "prompts: 10 to train on, 3 held out, 1 cut at their beginning, 2 skipped in each epoch (data.last_batch=drop)",
+        ),
+    ],
+)
+def test_the_start_of_a_run_says_which_prompts_are_left_out(last, num_too_long, words):
+    """B106, B108: 10 prompts, 4 a step."""
+    prompts = PromptSet(train=(None,) * 10, held_out=(None,) * 3, num_too_long=num_too_long, num_cut=1)
+    assert prompts_line(prompts, Length(10, 4, last)) == words

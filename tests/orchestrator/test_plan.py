@@ -17,14 +17,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 from transformers.core_model_loading import revert_weight_conversion
 
 from configs.compose import load_config
-from configs.errors import InputError
+from configs.errors import ConfigError, InputError
 from configs.schema import Attention, Config, Dtype, EmbeddedModel, ModelConfig, Placement
 from configs.validate import check_values
 from orchestrator.changes import smallest_change
 from orchestrator.fitting import Here, fit, with_key
 from orchestrator.footprint import GIB, LIVE_ELEMENTS, REDUCE_ELEMENTS, activation_bytes, completion_cache_bytes, learner_use
 from orchestrator.job import DEFAULT_BATCHES_PER_STEP
-from orchestrator.plan import VISITS_BOUND_BATCHES, Plan, describe, gpus_here, make_plan
+from orchestrator.plan import VISITS_BOUND_BATCHES, Plan, count_prompts, describe, gpus_here, make_plan
 from orchestrator.shapes import EMBEDDED_VOCAB, KNOWN, Shape, model_shape, read_shape
 from rollout.tokenizer import VOCABULARY_SIZE
 
@@ -38,8 +38,8 @@ def config_of(*overrides: str) -> Config:
     return load_config(overrides)
 
 
-def plan_of(*overrides: str, num_rows: int | None = None) -> Plan:
-    return make_plan(config_of(*overrides), HERE, num_rows)
+def plan_of(*overrides: str, num_prompts: int | None = None) -> Plan:
+    return make_plan(config_of(*overrides), HERE, num_prompts)
 
 
 # ---- shapes ---------------------------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def items(use) -> dict[str, int]:
 
 
 def test_embedded_on_cpu():
-    made = plan_of(num_rows=1100)
+    made = plan_of(num_prompts=1100)
     # 344,928 parameters in float32 at stage 0: the weights are stepped themselves, so there is no master.
     learner = items(made.fit.learner)
     assert learner["weights"] == learner["reference"] == 4 * 344_928 == 1_379_712
@@ -615,7 +615,7 @@ def test_the_command_refuses_with_the_change_and_exit_code_2():
 
 
 def test_every_item_of_the_plan_is_printed():
-    made = plan_of("model=qwen3_30b_a3b", "plan.num_gpus=16", "reward.memory_gib=2", num_rows=1000)
+    made = plan_of("model=qwen3_30b_a3b", "plan.num_gpus=16", "reward.memory_gib=2", num_prompts=1000)
     text = "\n".join(describe(made))
     for use in (made.fit.learner, made.fit.engine, made.fit.node):
         assert all(item.name in text for item in use.items if item.num_bytes)
@@ -631,9 +631,34 @@ def test_every_item_of_the_plan_is_printed():
 
 def test_a_plan_for_a_local_folder(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(FOLDERS["qwen3"].to_dict()))
-    made = plan_of(f"model.path={tmp_path}", "data.num_epochs=2", "steps=null", num_rows=100)
+    made = plan_of(f"model.path={tmp_path}", "data.num_epochs=2", "steps=null", num_prompts=100)
     assert made.shape.num_layers == 3
     assert made.batch.steps == 7  # 200 groups of 32 a step
+
+
+@pytest.mark.parametrize(
+    ("last", "updates", "skipped"), [("keep", 28, None), ("drop", 24, "2 (data.last_batch=drop)"), ("wrap", 26, None)]
+)
+def test_b108_b162_planned_steps_are_those_of_the_run(last: str, updates: int, skipped: str | None, tmp_path: Path):
+    """50 prompts to train on, 8 groups a step, 2 epochs, 2 mini-batches: 7 steps an epoch with the partial one, 6 without; wrapped
+    100 visits make 13. Twelve rows of 62 are held out: a fifth of them."""
+    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(62)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides = ["data=jsonl", f"data.sources.main.path={tmp_path}/rows.jsonl", "data.num_epochs=2", "steps=null"]
+    overrides += [f"data.last_batch={last}", "batch.groups_per_step=8", "batch.num_mini_batches=2"]
+    config = config_of(*overrides)
+    assert count_prompts(config) == 50
+    made = make_plan(config, HERE, count_prompts(config))
+    assert made.batch.steps * made.batch.optimizer_steps == updates
+    (said,) = [line.split(maxsplit=5)[5] for line in describe(made) if "prompts skipped in each pass" in line] or [None]
+    assert said == skipped
+
+
+def test_a_plan_whose_prompts_do_not_fill_a_batch_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"data\.last_batch=drop: 5 prompts .* batch\.groups_per_step=32; data\.last_batch=wrap"
+    ):
+        plan_of("data.last_batch=drop", num_prompts=5)
 
 
 def test_gpus_are_those_a_run_would_see(monkeypatch: pytest.MonkeyPatch):

@@ -13,7 +13,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from configs.schema import DataConfig, SourceConfig, SourceKind, Template, TooLong
-from rollout.prompts import PromptSet, held_out_places, load_prompts, read_rows
+from rollout.held_out import held_out_places
+from rollout.prompts import PromptSet, load_prompts, read_rows
 from rollout.sources import DataError
 from rollout.tokenizer import character_tokenizer, load_tokenizer
 
