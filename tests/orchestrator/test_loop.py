@@ -124,7 +124,7 @@ class World:
     def event(self, name, **fields):
         self.log.append((name, fields))
 
-    def make(self, settings=SETTINGS, *, num_prompts=200, last=LastBatch.wrap, num_epochs=None):
+    def make(self, settings=SETTINGS, *, num_prompts=200, last=LastBatch.wrap, num_epochs=None, shuffle=True):
         length = Length(num_prompts, settings.groups_per_step, last)
         ledger = Ledger(
             [f"p{i}" for i in range(num_prompts)],
@@ -132,7 +132,7 @@ class World:
             LedgerConfig(),
             length=length,
             seed=0,
-            shuffle=True,
+            shuffle=shuffle,
             max_visits=None if num_epochs is None else length.visits(num_epochs),
         )
         handles = (self, self, self, self, self)
@@ -256,6 +256,89 @@ async def test_the_end_of_the_data_ends_the_run_with_a_short_batch():
         sorted(len(outcome.batch.groups) for outcome in world.outcomes) == [2, 4]
         or sum(len(o.batch.groups) for o in world.outcomes) == 6
     )
+
+
+@pytest.mark.parametrize(
+    ("last", "sizes"), [(LastBatch.keep, [4, 4, 2, 4, 4, 2]), (LastBatch.drop, [4] * 4)], ids=["keep", "drop"]
+)
+async def test_two_epochs_of_ten_prompts_at_the_engine(last, sizes):
+    """B108: with the partial batch 3 steps an epoch and each prompt twice; without it 2 steps, and two prompts an epoch skipped."""
+    world, asked = World(), []
+    planned = Length(10, 4, last).steps(2)
+    loop = world.make(replace(SETTINGS, num_steps=planned), num_prompts=10, last=last, num_epochs=2)
+    submit = world.submit
+
+    async def noting(visits):
+        asked.extend(visit.prompt_id for visit in visits)
+        await submit(visits)
+
+    world.submit = noting
+    assert await loop.run() == "done"
+    assert [len(batch) for batch in world.batches] == sizes
+    assert len(sizes) == planned
+    epochs = [asked[: len(asked) // 2], asked[len(asked) // 2 :]]
+    assert [len(set(epoch)) for epoch in epochs] == [len(epoch) for epoch in epochs] == [10 - 2 * (last is LastBatch.drop)] * 2
+    if last is LastBatch.drop:
+        assert set(epochs[0]) != set(epochs[1]), "other prompts are skipped after each shuffle"
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+async def test_a_run_stopped_twice_asks_what_the_unbroken_one_asks(shuffle):
+    """B113: 20 prompts, two a step: 3 steps, 2 more after a resume, and to the end after another; each once an epoch, in order."""
+    settings = replace(SETTINGS, groups_per_step=2, num_steps=20)
+
+    def begin(world, num_steps, held=None):
+        loop = world.make(
+            replace(settings, num_steps=num_steps), num_prompts=20, last=LastBatch.keep, num_epochs=2, shuffle=shuffle
+        )
+        if held is None:
+            return loop
+        step, state, ledger, arrays = held
+        loop._ledger.restore(ledger, arrays)
+        settings_now, handles = replace(settings, num_steps=num_steps), (world,) * 5
+        selection = SELECTIONS["zero_variance"]
+        world.loop = Loop(settings_now, loop._ledger, handles, selection, Waits(), step=step, version=step, state=state)
+        world.version = step
+        return world.loop
+
+    whole = World()
+    assert await begin(whole, 20).run() == "done"
+    held, parts = None, []
+    for num_steps in (3, 5, 20):
+        world = World(seed=num_steps)
+        loop = begin(world, num_steps, held)
+        assert await loop.run() == "done"
+        parts += world.batches
+        held = (loop.step, loop.state(), json.loads(json.dumps(loop._ledger.state())), loop._ledger.arrays())
+    assert parts == whole.batches
+    ids = [pick.visit.prompt_id for batch in parts for pick in batch]
+    first, second = ids[:20], ids[20:]
+    everything = [f"p{i}" for i in range(20)]
+    assert sorted(first) == sorted(second) == sorted(everything)
+    assert (first == everything) == (second == everything) == (not shuffle)
+
+
+async def test_every_group_keeps_its_own_scores_through_drops_refills_and_the_cut():
+    """B100: of four groups the second and fourth are dropped and refilled twice, and what is kept is cut to the batch; every score names
+    its visit."""
+    world = World()
+
+    def scores(visit, version):
+        number = int(visit.prompt_id[1:]) + visit.number / 1000
+        return (score(number), score(number if number % 2 >= 1 else number + 0.5))
+
+    world.scores = scores
+    assert await world.make(replace(SETTINGS, oversample=2.0, num_steps=6)).run() == "done"
+    assert sum(outcome.dropped["zero_variance_solved"] for outcome in world.outcomes) > 12, (
+        "refills were asked for, more than once a step"
+    )
+    for outcome in world.outcomes:
+        assert len(outcome.batch.groups) == 4
+        for kept in outcome.batch.groups:
+            meta = kept.scored.meta
+            assert meta.visit == kept.pick.visit
+            assert kept.scored.scores == scores(meta.visit, meta.min_version)
+            assert len(kept.scored.scores) == meta.num_finished
 
 
 async def test_failing_verifiers_stop_the_run_with_the_counts():
