@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+LOOK_S = 1.0  # a wait is looked at so often: by what the driver comes later than that, the deadline moves
+
 
 @dataclass(frozen=True, slots=True)
 class Wait:
@@ -60,14 +62,19 @@ class Waits:
         """The awaitable's result. Raises DeadlinePassed after ``deadline_s``; the awaitable is then cancelled. A result that comes in while
         ``on_breach`` looks into it is taken all the same.
 
-        What runs in another process goes on until its owner is killed, which is the caller's decision.
+        Time in which the driver itself stood still (stopped, a container that was paused, a blocked event loop) is nobody's fault and does
+        not count: whoever is waited for may have stood still with it. What runs in another process goes on until its owner is killed, which is the caller's decision.
         """
         task = asyncio.ensure_future(awaitable)
         wait = Wait(owner=owner, name=name, deadline_s=deadline_s, since=time.monotonic())
         number, self._next = self._next, self._next + 1
         self._open[number] = wait
         try:
-            await asyncio.wait({task}, timeout=deadline_s)
+            left_s = deadline_s
+            while left_s > 0 and not task.done():
+                began, limit_s = time.monotonic(), min(left_s, LOOK_S)
+                await asyncio.wait({task}, timeout=limit_s)
+                left_s -= min(time.monotonic() - began, limit_s)
             if not task.done():
                 error = await self.passed(wait)
                 if not task.done():

@@ -57,6 +57,25 @@ async def test_a_passed_deadline_cancels_the_work():
     await asyncio.wait_for(cancelled.wait(), 1)
 
 
+async def test_time_in_which_the_driver_stood_still_is_not_the_others():
+    """As after SIGSTOP, or in a container that was paused with all of its processes: nobody has had the time."""
+
+    async def work():
+        for _ in range(4):
+            await asyncio.sleep(0.1)
+        return 7
+
+    waits = Waits()
+    waiting = asyncio.create_task(waits.wait(work(), owner="learner", name="train step 3", deadline_s=1.5))
+    await asyncio.sleep(0.05)
+    time.sleep(2.0)
+    assert await waiting == 7
+    started = time.monotonic()
+    with pytest.raises(DeadlinePassed):
+        await waits.wait(asyncio.sleep(30), owner="learner", name="train step 4", deadline_s=1.3)
+    assert 1.3 <= time.monotonic() - started < 2.6
+
+
 async def test_a_busy_event_loop_shows():
     lag = LoopLag()
     await asyncio.sleep(0.15)
