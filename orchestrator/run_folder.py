@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
@@ -52,7 +54,7 @@ def make_run_folder(run_dir: str | None, name: str) -> Path:
     raise ConfigError(f"no free folder name under {parent.resolve()} for {stamp}-{name}; name one with run_dir=FOLDER")
 
 
-@contextmanager
+@contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Holds a run's folder for this process; the lock goes with the process. Raises ConfigError where another one holds it."""
     with (folder / LOCK).open("w") as file:
@@ -89,28 +91,58 @@ def to_json(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, type(None))) else str(value)
 
 
+def json_line(row: dict[str, Any]) -> str:
+    return json.dumps(to_json(row), ensure_ascii=False, allow_nan=False) + "\n"
+
+
 class JsonLines:
-    """A file of JSON objects, one a line, flushed line by line."""
+    """A file of JSON objects, one a line, written line by line. A line that the disk refuses is kept and written ahead of the next."""
 
     def __init__(self, path: Path, *, budget_bytes: int | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _drop_half_line(path)
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        self.name = path.name
+        self._file = path.open("ab", buffering=0)
         self._left = None if budget_bytes is None else budget_bytes - path.stat().st_size
+        self._waiting: deque[bytes] = deque()
+
+    @property
+    def num_waiting(self) -> int:
+        """Rows that the disk refused so far."""
+        return len(self._waiting)
 
     def write(self, row: dict[str, Any]) -> bool:
-        """Writes a row; False where the file's byte budget is used up."""
-        line = json.dumps(to_json(row), ensure_ascii=False, allow_nan=False) + "\n"
+        """Writes a row; False where the file's byte budget is used up. Raises OSError where the disk refuses it."""
+        line = json_line(row).encode()
         if self._left is not None:
-            self._left -= len(line.encode())
+            self._left -= len(line)
             if self._left < 0:
                 return False
-        self._file.write(line)
-        self._file.flush()
+        self._waiting.append(line)
+        self.flush()
         return True
 
+    def flush(self) -> None:
+        """Writes what waits. Raises OSError where the disk refuses it still."""
+        while self._waiting:
+            _append_whole(self._file, self._waiting[0])
+            self._waiting.popleft()
+
     def close(self) -> None:
+        """What waits is lost."""
         self._file.close()
+
+
+def _append_whole(file: FileIO, line: bytes) -> None:
+    """A disk that fills up within the line takes none of it."""
+    end = os.fstat(file.fileno()).st_size
+    try:
+        left = memoryview(line)
+        while left:
+            left = left[file.write(left) :]
+    except OSError:
+        file.truncate(end)
+        raise
 
 
 def _drop_half_line(path: Path) -> None:
@@ -124,11 +156,20 @@ def _drop_half_line(path: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a JSON file whole or not at all: to a temporary name, to the disk, then renamed."""
+    """Writes a JSON file whole or not at all: see ``write_whole``."""
+    write_whole(path, json.dumps(to_json(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file whole or not at all: to a temporary name, to the disk, then renamed. What a full disk took of it is given back."""
     partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        json.dump(to_json(value), file, indent=2, ensure_ascii=False, allow_nan=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
