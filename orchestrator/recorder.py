@@ -1,7 +1,13 @@
-"""What a run writes: metrics.jsonl, events.jsonl, rewards.json, samples, whole groups where asked, TensorBoard."""
+"""What a run writes: metrics.jsonl, events.jsonl, rewards.json, samples, whole groups where asked, TensorBoard.
+
+A disk that is full for a while costs no row: what it refuses waits and is written in order once there is room. It is told of at the
+first step; the second one in a row ends the run, as with checkpoints. A step's whole groups do not wait: they may be many.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -12,12 +18,15 @@ import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
 from configs.schema import LogConfig
+from orchestrator.errors import RunStopped
 from orchestrator.groups import group_json, score_json
-from orchestrator.run_folder import JsonLines, write_json
-from orchestrator.stages import Scored, StepOutcome
+from orchestrator.lost import group_at
+from orchestrator.run_folder import JsonLines, json_line, write_json, write_whole
+from orchestrator.stages import Kept, Scored, StepOutcome
 from orchestrator.worst import WorstSamples
 from rollout.records import Group, Prompt, Purpose, Score
 
+REWARDS = "rewards.json"
 MAX_SAMPLE_CHARACTERS = 4000
 MOST_FAILURES_TOLD = 5  # of a step, and of an evaluation; rewards.json has more
 
@@ -37,6 +46,9 @@ class Recorder:
         self._metrics = JsonLines(folder / "metrics.jsonl")
         self._events = JsonLines(folder / "events.jsonl")
         self._samples = JsonLines(folder / "samples" / "samples.jsonl", budget_bytes=int(log.samples_mib * 2**20))
+        self._refused: dict[str, OSError] = {}  # by file, what the disk said last of what waits to be written
+        self._step_refused = False  # the last step ended with something that waits
+        self._warnings: list[str] = []
         self._worst = WorstSamples()
         self.last_events: deque[tuple[float, str]] = deque(maxlen=10)  # time.time() and name, heartbeats aside
         self._told: dict[Purpose, Counter[int]] = {}  # failures told, by the step they came in
@@ -46,14 +58,56 @@ class Recorder:
         """A line of events.jsonl."""
         if name != "heartbeat":
             self.last_events.append((time.time(), name))
-        self._events.write({"time": time.time(), "incarnation": self._incarnation, "event": name, **fields})
+        self._write(self._events, {"time": time.time(), "incarnation": self._incarnation, "event": name, **fields})
+
+    def _write(self, file: JsonLines, row: Mapping[str, Any]) -> bool:
+        """False where the file's byte budget is used up."""
+        try:
+            return file.write(dict(row))
+        except OSError as error:
+            self._refused[file.name] = error
+            return True
+
+    def settle(self) -> list[str]:
+        """Once a step: writes what waits. Returns warnings. Raises RunStopped where a second step in a row ends with rows that wait."""
+        left = self._unwritten()
+        if left and self._step_refused:
+            raise RunStopped(f"{left} could not be written at two steps in a row; make room and resume the run")
+        self._step_refused = bool(left)
+        if left:
+            self._warnings.append(f"{left} could not be written and wait for room; the run stops if the next step ends like this")
+            self.event("rows_wait", message=left)
+        warnings, self._warnings = self._warnings, []
+        return warnings
+
+    def _unwritten(self) -> str:
+        """What waits although it was tried once more, and why, in words; "" where nothing does."""
+        for file in (self._metrics, self._events, self._samples):
+            with contextlib.suppress(OSError):
+                file.flush()
+            if file.num_waiting == 0:
+                self._refused.pop(file.name, None)
+        if REWARDS in self._refused:
+            self.rewards()
+        if not self._refused:
+            return ""
+        waiting = {file.name: f"{file.num_waiting} rows of " for file in (self._metrics, self._events, self._samples)}
+        names = ", ".join(f"{waiting.get(name, '')}{name}" for name in self._refused)
+        return f"{names} ({_words(next(iter(self._refused.values())))})"
 
     def metrics(self, step: int, version: int, weights: str, metrics: Mapping[str, float]) -> None:
         """The row of a step. ``weights`` is the digest of all weights that the engines run after it."""
-        self._metrics.write({"step": step, "version": version, "incarnation": self._incarnation, "weights": weights, **metrics})
-        if self._board is not None:
+        row = {"step": step, "version": version, "incarnation": self._incarnation, "weights": weights, **metrics}
+        self._write(self._metrics, row)
+        if self._board is None:
+            return
+        try:
             for name, value in metrics.items():
                 self._board.add_scalar(name, value, step)
+        except OSError as error:  # of the thread that writes, which has ended by it
+            self._board = None
+            self._warnings.append(f"TensorBoard has no more of this run ({_words(error)}); metrics.jsonl has all of it")
+            self.event("tensorboard_ended", step=step, reason=str(error))
 
     def scored(self, step: int, groups: Sequence[Scored]) -> None:
         """Takes up scores as they come in, so that a run which ends within a step tells of those that ended it. ``step``: the one
@@ -73,19 +127,23 @@ class Recorder:
         return told[step] < MOST_FAILURES_TOLD
 
     async def groups(self, outcome: StepOutcome) -> None:
-        """Some samples of the step, and every kept group whole with ``rollout.record``."""
+        """Some samples of the step, and every kept group whole with ``rollout.record``. Raises RunStopped where these cannot be written:
+        without them the record could not be replayed."""
         num_in_step = sum(len(scored.scores) for scored in outcome.seen)
         for scored, index in self._choose(outcome.seen, outcome.batch.step):
-            group: Group = (await scored.address.parcel)[scored.address.place]
+            group = await group_at(scored.address)
+            if group is None:
+                continue
             row = self._sample(outcome.batch.step, group, scored.scores[index], index, num_in_step)
-            if not self._samples.write(row):
+            if not self._write(self._samples, row):
                 break
         if self._record and outcome.batch.groups:
-            file = JsonLines(self._folder / "groups" / f"step-{outcome.batch.step:06d}.jsonl")
-            for kept in outcome.batch.groups:
-                group = (await kept.scored.address.parcel)[kept.scored.address.place]
-                file.write(group_json(kept.pick, kept.scored.scores, group))
-            file.close()
+            whole = [(kept, (await kept.scored.address.parcel)[kept.scored.address.place]) for kept in outcome.batch.groups]
+            path = self._folder / "groups" / f"step-{outcome.batch.step:06d}.jsonl"
+            try:
+                await asyncio.to_thread(_write_groups, path, whole)
+            except OSError as error:
+                raise RunStopped(f"the groups of step {outcome.batch.step} could not be recorded ({error})") from error
 
     def _choose(self, seen: Sequence[Scored], step: int) -> list[tuple[Scored, int]]:
         """Completions to write: in turn from every class of stratum and right or wrong."""
@@ -125,11 +183,31 @@ class Recorder:
 
     def rewards(self) -> None:
         """rewards.json: the slowest samples of this incarnation, and the prompts whose verifier failed most often."""
-        write_json(self._folder / "rewards.json", {"incarnation": self._incarnation, **self._worst.as_json()})
+        try:
+            write_json(self._folder / REWARDS, {"incarnation": self._incarnation, **self._worst.as_json()})
+            self._refused.pop(REWARDS, None)
+        except OSError as error:
+            self._refused[REWARDS] = error
 
-    def close(self) -> None:
+    def close(self) -> str:
+        """Returns in words what could not be written, and is lost now; "" where all is."""
         self.rewards()
+        lost = self._unwritten()
         for file in (self._metrics, self._events, self._samples):
             file.close()
         if self._board is not None:
-            self._board.close()
+            try:
+                self._board.close()
+            except OSError as error:
+                lost = "; ".join(filter(None, (lost, f"the end of TensorBoard's file ({_words(error)})")))
+        return lost
+
+
+def _write_groups(path: Path, whole: Sequence[tuple[Kept, Group]]) -> None:
+    """All at once, in place of what a step that is done again had left."""
+    path.parent.mkdir(exist_ok=True)
+    write_whole(path, "".join(json_line(group_json(kept.pick, kept.scored.scores, group)) for kept, group in whole))
+
+
+def _words(error: OSError) -> str:
+    return error.strerror or str(error)
