@@ -485,6 +485,11 @@ class DeadlinesConfig:
     evaluate_s: float = knob(1800.0, "one evaluation")
     checkpoint_s: float = knob(600.0, "one checkpoint")
     close_s: float = knob(30.0, "an actor to end")
+    grace_s: float | None = knob(
+        None,
+        "from SIGTERM or Ctrl-C until the process is gone, the last whole step saved: a little less than the scheduler allows; the step in "
+        "hand is abandoned when only the time for that is left. Without one it is ended first, however long it takes",
+    )
     heartbeat_s: float = knob(
         60.0, "an actor to give a sign of life: a silent rollout worker is replaced, a process that is stopped (SIGSTOP) is ended"
     )
