@@ -30,6 +30,7 @@ from orchestrator.console import View, evaluation_lines, make_view
 from orchestrator.errors import RunStopped
 from orchestrator.evaluation import Evaluation, choose_prompts, evaluate
 from orchestrator.fleet import RayFleet, RayScorer, Worker, words
+from orchestrator.grace import StepInHand
 from orchestrator.groups import held_groups, read_state, state_json, state_rows
 from orchestrator.handles import LearnerHandle, Scorer, StepReport
 from orchestrator.launch import Launcher, close_actors
@@ -113,6 +114,8 @@ class Job:
         self._seconds: dict[str, float] = defaultdict(float)
         self._saved_step: int | None = resumed.step if resumed else None
         self._save_failed = False  # the last time
+        self._in_hand = StepInHand(config.deadlines.grace_s)
+        self.unwritten: list[str] = []  # what the run's files lack, in words
         self._step, self._version = state["step"], state["version"]
         self._first_step = self._step
         self._evaluations: dict[int, Evaluation] = {}
@@ -244,14 +247,34 @@ class Job:
         self._enter("closing")
         await close_actors(self._named_actors(), self._waits, self.config.deadlines.close_s)
         self._watchdog.close()
-        self._recorder.close()
+        if lost := self._recorder.close():
+            self._miss(lost)
+
+    def _miss(self, what: str) -> None:
+        self.unwritten.append(what)
+        self.view.line(f"warning: could not be written: {what}")
+
+    def _write_or_miss(self, path: Path, value: Any) -> None:
+        try:
+            write_json(path, value)
+        except OSError as error:
+            self._miss(f"{path.name} ({error.strerror or error})")
 
     def stop(self) -> bool:
         """Asks the loop to end on whole steps and the run to save them. False where neither goes on: the caller cancels."""
         if self._loop is None:
             return False
         self._loop.stop()
+        self._in_hand.limit()
         return True
+
+    def standing(self) -> str:
+        """What is left of a run that ends now, in words."""
+        if self.checkpoint is None:
+            return "no step was done" if self._step == 0 else f"none of its {self._step} steps is saved"
+        if self._saved_step == self._step:
+            return f"{self.checkpoint.name} is saved, the last whole step"
+        return f"step {self._step} is not saved, {self.checkpoint.name} stands"
 
     # ---- train ------------------------------------------------------------------------------------------------------
 
@@ -287,10 +310,11 @@ class Job:
         self._lag = LoopLag()
         self._enter("generate")
         try:
-            reason = await loop.run()
+            reason = await self._in_hand.run(loop.run())
             if self._selftest and reason != "stopped":
                 self.view.line(self._selftest.verdict())
-            await self._save()
+            if loop.between_steps:  # a step that was abandoned may have changed the weights: the checkpoint before it stands
+                await self._save()
         except SaveFailed:
             raise
         except Exception:
@@ -348,6 +372,8 @@ class Job:
                 metrics |= (await self._evaluate(f"step {step}")).metrics()
         finally:  # whatever fails here: the step is saved, so a resumed run does not write its row again
             self._recorder.metrics(step, self._version, self._pusher.digest, metrics)
+        for warning in self._recorder.settle():
+            self.view.line(f"warning: {warning}")
         if self._selftest:
             self._selftest.check(step, metrics)
         self._warn(step, metrics)
@@ -404,18 +430,18 @@ class Job:
         self._evaluations[self._version] = evaluation
         if self._saved_step == self._step:
             note = self._checkpoints.note(self._step, evaluation.pass_at_1)
-            await self._wait(note, "disk", "the evaluation noted in the checkpoint", self.config.deadlines.checkpoint_s)
+            try:
+                await self._wait(note, "disk", "the evaluation noted in the checkpoint", self.config.deadlines.checkpoint_s)
+            except OSError as error:  # the checkpoint stands as it was
+                self.event("checkpoint_failed", step=self._step, message=f"its held-out pass@1 could not be noted: {error}")
+                self.view.line(f"warning: checkpoint {self._saved_step} does not count as evaluated: {error}")
         self._seconds["evaluate"] += time.monotonic() - started
         self._recorder.event("evaluated", title=title, **evaluation.as_json())
         for line in evaluation_lines(title, before, evaluation):
             self.view.line(line)
         return evaluation
 
-    async def _save(self) -> None:
-        """A checkpoint of the last whole step; nothing where it is saved already or nothing was trained. Raises SaveFailed."""
-        step, loop = self._step, self._loop
-        if step in (0, self._saved_step) or loop is None:
-            return
+    async def _save_step(self, step: int, loop: Loop) -> None:
         self._enter("checkpoint")
         started = time.monotonic()
         before, held = self._evaluations.get(0), loop.state()
@@ -459,6 +485,12 @@ class Job:
             state, arrays, texts, self._learner.save, pass_at_1=evaluation.pass_at_1 if evaluation else None
         )
 
+    async def _save(self) -> None:
+        """A checkpoint of the last whole step; nothing where it is saved already or nothing was trained. Raises SaveFailed."""
+        if self._step not in (0, self._saved_step) and self._loop is not None:
+            with self._in_hand.saving():
+                await self._save_step(self._step, self._loop)
+
     async def _save_or_go_on(self) -> None:
         """A disk may be full for a while: one save that fails is told, a second one in a row ends the run."""
         try:
@@ -496,7 +528,7 @@ class Job:
         """Writes summary.json and says how the run went, and what to type next."""
         before, after = self._evaluations.get(0), self._evaluations.get(self._version)
         best = self._checkpoints.best()
-        write_json(
+        self._write_or_miss(
             self.folder / "summary.json",
             {
                 "exit_reason": reason,
