@@ -7,10 +7,12 @@ unless told otherwise before the instance starts, and OpenMP's barriers spin. Bo
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,12 @@ import configs
 from configs.errors import ConfigError
 from configs.schema import ClusterConfig, Config, Placement
 from orchestrator.errors import RunStopped
+from orchestrator.grace import kill
 from orchestrator.reward_plan import num_processes
 from orchestrator.threads import private_books, usable_cpus
 
 JOIN_S = 20.0  # for the instance to answer that the run is to join
+_NUMBERS = itertools.count()  # of the actors this process makes: a name is free again only some time after its actor is dead
 _HELLO = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
 
 
@@ -54,13 +58,19 @@ class Cluster:
 
     address: str
     joined: bool  # somebody else's: never stopped by us
+    processes: tuple[psutil.Process, ...]  # of a private instance: those that start all others
 
     def __str__(self) -> str:
         return f"joined {self.address}" if self.joined else "a private instance"
 
     def close(self) -> None:
-        """Leaves a joined instance running; ends a private one with everything in it."""
+        """Leaves a joined instance running; ends a private one with everything in it, which takes Ray up to two minutes by itself."""
+        family = [*self.processes]
+        for process in self.processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                family += process.children(recursive=True)
         ray.shutdown()
+        kill(family)
 
 
 def start_cluster(config: ClusterConfig, demand: Demand) -> Cluster:
@@ -75,11 +85,12 @@ def start_cluster(config: ClusterConfig, demand: Demand) -> Cluster:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if address is not None:
         _join(address)
-        cluster = Cluster(address=address, joined=True)
+        cluster = Cluster(address=address, joined=True, processes=())
     else:
         books = private_books(demand.num_cpus, usable_cpus()) if config.num_cpus is None else config.num_cpus
+        before = set(psutil.Process().children())
         _init(address="local", num_cpus=books, include_dashboard=False)
-        cluster = Cluster(address="private", joined=False)
+        cluster = Cluster(address="private", joined=False, processes=tuple(set(psutil.Process().children()) - before))
     available = ray.cluster_resources()
     for resource, asked in (("CPU", demand.num_cpus), ("GPU", demand.num_gpus)):
         have = int(available.get(resource, 0))
@@ -156,16 +167,28 @@ def _join(address: str) -> None:
 def _init(**arguments: Any) -> None:
     """Ray puts the driver's working directory first on every worker's path, where a user's own ``rewards/`` or ``configs/`` would
     hide ours (seen). Started from our folder, workers import ours; paths in the configuration are absolute by then."""
-    with contextlib.chdir(Path(configs.__file__).parent.parent):
+    with _out_of_reach_of_sigterm(), contextlib.chdir(Path(configs.__file__).parent.parent):
         ray.init(log_to_driver=False, logging_level="ERROR", configure_logging=True, **arguments)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's own handler would end with 15 as exit code
+
+
+@contextlib.contextmanager
+def _out_of_reach_of_sigterm() -> Iterator[None]:
+    """For processes that are started within: schedulers send SIGTERM to every process of a job, and the last step cannot be saved
+    without its actors. The driver hears it afterwards, by its own handler: Ray's would end it with 15 as exit code."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def actor_options(name: str, *, num_cpus: float, num_gpus: float, env: dict[str, str], concurrency: int) -> dict[str, Any]:
     """Options of an actor whose environment is there before its process starts."""
     quiet = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     return {
-        "name": f"{name}-{os.getpid()}",
+        "name": f"{name}-{os.getpid()}-{next(_NUMBERS)}",
         "num_cpus": num_cpus,
         "num_gpus": num_gpus,
         "max_concurrency": concurrency,
