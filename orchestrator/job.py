@@ -268,7 +268,7 @@ class Job:
         self._in_hand.limit()
         return True
 
-    def standing(self) -> str:
+    def what_stands(self) -> str:
         """What is left of a run that ends now, in words."""
         if self.checkpoint is None:
             return "no step was done" if self._step == 0 else f"none of its {self._step} steps is saved"
@@ -441,6 +441,12 @@ class Job:
             self.view.line(line)
         return evaluation
 
+    async def _save(self) -> None:
+        """A checkpoint of the last whole step; nothing where it is saved already or nothing was trained. Raises SaveFailed."""
+        if self._step not in (0, self._saved_step) and self._loop is not None:
+            with self._in_hand.saving():
+                await self._save_step(self._step, self._loop)
+
     async def _save_step(self, step: int, loop: Loop) -> None:
         self._enter("checkpoint")
         started = time.monotonic()
@@ -484,12 +490,6 @@ class Job:
         return await self._checkpoints.write(
             state, arrays, texts, self._learner.save, pass_at_1=evaluation.pass_at_1 if evaluation else None
         )
-
-    async def _save(self) -> None:
-        """A checkpoint of the last whole step; nothing where it is saved already or nothing was trained. Raises SaveFailed."""
-        if self._step not in (0, self._saved_step) and self._loop is not None:
-            with self._in_hand.saving():
-                await self._save_step(self._step, self._loop)
 
     async def _save_or_go_on(self) -> None:
         """A disk may be full for a while: one save that fails is told, a second one in a row ends the run."""
