@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
 from collections.abc import Awaitable, Callable
@@ -22,6 +21,7 @@ from orchestrator.console import evaluation_lines, printable
 from orchestrator.errors import RunStopped
 from orchestrator.evaluation import choose_prompts, evaluate
 from orchestrator.fleet import RayFleet, RayScorer
+from orchestrator.grace import leave, leave_after
 from orchestrator.job import Job
 from orchestrator.launch import Launcher, close_actors
 from orchestrator.material import ASKED, Material, gather_material, quiet_libraries, request_maker
@@ -102,13 +102,23 @@ async def _train(job: Job, stuff: Material, ray_cluster: cluster.Cluster, depart
 
 
 class Interrupt:
-    """Ctrl-C and SIGTERM: the first lets the run end on whole steps and save, the second ends the process at once."""
+    """Ctrl-C and SIGTERM: the first lets the run end on whole steps and save, within the grace period where there is one; the second ends
+    the process at once, and what it has started."""
 
-    def __init__(self, stop: Callable[[], bool], say: Callable[[str], None]) -> None:
-        """``stop`` asks the work to end and says whether it will; where it will not, the calling task is cancelled."""
+    def __init__(
+        self,
+        stop: Callable[[], bool],
+        say: Callable[[str], None],
+        *,
+        grace_s: float | None = None,
+        stands: Callable[[], str] = lambda: "",
+    ) -> None:
+        """``stop`` asks the work to end and says whether it will; where it will not, the calling task is cancelled. ``stands`` says what is
+        left of it where the grace period ends first."""
         self.exit_code = 0
         self._stop = stop
         self._say = say
+        self._grace_s, self._stands = grace_s, stands
         self._task = asyncio.current_task()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -120,9 +130,12 @@ class Interrupt:
 
     def _take(self, number: int) -> None:
         if self.exit_code:
-            os._exit(self.exit_code)
+            leave(self.exit_code)
         self.exit_code = EXIT_SIGINT if number == signal.SIGINT else EXIT_SIGTERM
         name = signal.Signals(number).name
+        if self._grace_s is not None:
+            words = f"{name}: deadlines.grace_s={self._grace_s:g} have passed"
+            leave_after(self._grace_s, self.exit_code, lambda: f"{words}; {self._stands()}")
         if self._task is not None and self._stop():
             self._say(f"{name}: ending after the step in hand and saving it; once more to stop at once")
             return
