@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -47,6 +48,14 @@ def build_model(config: Config) -> int:
 
 def train(config: Config) -> int:
     """Trains; with ``resume`` goes on where the last whole checkpoint stands."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_SIGTERM))  # until the loop has its own way
+    try:
+        return _train_in_folder(config)
+    except OSError as error:  # a full disk, a folder that may not be written into
+        raise RunStopped(one_line(error)) from error
+
+
+def _train_in_folder(config: Config) -> int:
     resumed = find_checkpoint(Path(config.resume), print) if config.resume else None
     folder = Path(config.resume) if config.resume else make_run_folder(config.run_dir, "train")
     with locked(folder):
@@ -64,6 +73,8 @@ def train(config: Config) -> int:
                 try:
                     return asyncio.run(_train(job, stuff, ray_cluster, departure))
                 finally:
+                    for number in (signal.SIGINT, signal.SIGTERM):  # it is ending; cut short, Ray would leave processes behind
+                        signal.signal(number, signal.SIG_IGN)
                     ray_cluster.close()
         finally:
             job.view.close()
