@@ -18,6 +18,7 @@ driver's own files, the manifest, the rename. Whatever fails before that leaves 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -163,7 +164,12 @@ class Checkpoints:
         kept = {*(folder for folder, _ in own[-self._config.keep_last :]), *([_best(own)] if self._config.keep_best else [])}
         for folder, _ in own:
             if folder not in kept:
-                folder.rename(folder.with_name(f"{_REMOVED}{folder.name}-{time.time_ns()}"))  # first, so that half of it is none
+                with contextlib.suppress(
+                    OSError
+                ):  # the new one stands all the same; a full disk may refuse even this until the next save
+                    folder.rename(
+                        folder.with_name(f"{_REMOVED}{folder.name}-{time.time_ns()}")
+                    )  # first, so that half of it is none
         for folder in self.folder.glob(_REMOVED + "step-*"):
             shutil.rmtree(folder, ignore_errors=True)  # what another process still reads may stay until the next save
 
