@@ -40,8 +40,9 @@ from orchestrator.material import Material
 from orchestrator.metrics import step_metrics
 from orchestrator.proof import FixedTokens
 from orchestrator.push import RayPusher
-from orchestrator.ranks import RayLearner
+from orchestrator.ranks import RayLearner, answer_of
 from orchestrator.recorder import Recorder
+from orchestrator.recovery import Mark, cause_of, next_incarnation
 from orchestrator.replay import ReplayFleet, ReplayPusher, ReplayScorer, check_length
 from orchestrator.reward_plan import isolation_levels, longest_s
 from orchestrator.run_folder import write_json
@@ -61,7 +62,7 @@ LOOP_LAG_ALARM_S = 0.5  # the driver was busy for so long that it held up the st
 
 
 class Job:
-    """One training run. ``start`` brings everything up, ``run`` trains, ``close`` ends every actor."""
+    """One life of a training run. ``start`` brings everything up, ``run`` trains, ``close`` ends every actor."""
 
     def __init__(self, config: Config, folder: Path, stuff: Material, resumed: Checkpoint | None) -> None:
         self.config = config
@@ -69,8 +70,8 @@ class Job:
         self._material = stuff
         self._resumed = resumed
         self._waits = Waits()
-        state = resumed.state if resumed else {"step": 0, "version": 0, "incarnation": -1}
-        self._incarnation = state["incarnation"] + 1
+        state = resumed.state if resumed else {"step": 0, "version": 0}
+        self._incarnation = next_incarnation(folder, resumed)
         self._length = Length(len(stuff.prompts.train), config.batch.groups_per_step, config.data.last_batch)
         if self._length.visits_per_epoch == 0:
             raise DataError(
@@ -129,6 +130,7 @@ class Job:
         self._loop: Loop | None = None
         self._turns: Turns | None = None  # where engines and learner have the same devices
         self._actors: list[Any] = []
+        self.started = False
         self.checkpoint: Path | None = resumed.folder if resumed else None
         self.view: View = make_view(config.log.console, self.num_steps)
 
@@ -159,7 +161,7 @@ class Job:
         if self._turns:  # engines measure what the ranks leave free
             await self._turns.lay_aside()
             workers = self._make_workers()
-        facts = await self._start_wait(asyncio.gather(*(actor.facts.remote() for actor in self._actors)), "actors", "start")
+        facts = await self._start_wait(asyncio.gather(*map(self._facts, self._actors)), "actors", "start")
         address = ray.get_runtime_context().gcs_address
         self._recorder.event("started", ray=address, actors=facts, threads=str(launcher.threads))
         slow = [fact["pid"] for fact in facts if fact["niceness"] > 0]
@@ -172,7 +174,12 @@ class Job:
         if not record:
             await self._start_wait(self._crew.start(workers), "rollout workers", "start")
         await self._start_wait(self._pusher.push(self._version), "push", f"version {self._version}")
-        self._seconds["start"] = time.monotonic() - started
+        self.add_time("start", time.monotonic() - started)
+        self.started = True
+
+    async def _facts(self, actor: Any) -> Any:
+        ranks, asked = self._learner.ranks, actor.facts.remote()
+        return await (answer_of(ranks.index(actor), "facts", asked) if actor in ranks else asked)
 
     async def _tell_isolation(self, pools: dict[str, Any]) -> None:
         """What each verifier that runs programs shuts them in with, on every node. Raises where a node lacks what is demanded."""
@@ -239,13 +246,15 @@ class Job:
             self._recorder.scored(self._step + (not evaluated), [group])
 
     async def close(self) -> None:
-        """Ends the actors, each within its deadline, and the files."""
+        """Ends the actors, each within its deadline, gives their places back, and ends the files."""
         if hasattr(self, "_crew"):
             self._crew.close()
         if hasattr(self, "_fleet"):
             self._fleet.close()
         self._enter("closing")
         await close_actors(self._named_actors(), self._waits, self.config.deadlines.close_s)
+        if hasattr(self, "_launcher"):
+            await self._launcher.give_back()
         self._watchdog.close()
         if lost := self._recorder.close():
             self._miss(lost)
@@ -276,10 +285,20 @@ class Job:
             return f"{self.checkpoint.name} is saved, the last whole step"
         return f"step {self._step} is not saved, {self.checkpoint.name} stands"
 
+    def mark(self) -> Mark:
+        """Where it stands."""
+        counts, opened = dict(self._ledger.counts), self._ledger.open_visits()
+        return Mark(self._step, self._version, self._incarnation, counts, opened, sum(self._seconds.values()))
+
+    def add_time(self, stage: str, time_s: float) -> None:
+        """For the summary."""
+        self._seconds[stage] += time_s
+
     # ---- train ------------------------------------------------------------------------------------------------------
 
     async def run(self) -> str:
-        """Trains and returns why it ended. Whatever ends it, the last whole step is saved first where it can be."""
+        """Trains and returns why it ended. Whatever ends it, the last whole step is saved first where it can be: not by a learner that
+        failed."""
         config = self.config
         if not self._held_out and (config.evaluation.before or config.evaluation.after or config.evaluation.every):
             why = "a fifth of a stratum rounds to none, or held_out_per_stratum is 0"
@@ -317,8 +336,8 @@ class Job:
                 await self._save()
         except SaveFailed:
             raise
-        except Exception:
-            if loop.between_steps:
+        except Exception as error:
+            if loop.between_steps and cause_of(error) is None:
                 await self._save_or_tell()
             raise
         finally:

@@ -17,7 +17,8 @@ from orchestrator import cluster, material
 from orchestrator.actors import LearnerActor, RewardActor, RolloutActor
 from orchestrator.fleet import Worker
 from orchestrator.material import Material
-from orchestrator.placement import Bundle, Reservation, reserve
+from orchestrator.placement import Bundle, Reservation, give_back, reserve
+from orchestrator.ranks import answer_of
 from orchestrator.reward_plan import num_processes
 from orchestrator.threads import thread_budget, usable_cpus
 from orchestrator.waits import DeadlinePassed, Waits
@@ -113,9 +114,15 @@ class Launcher:
     async def start_ranks(self, ranks: Sequence[Any], *, total_optimizer_steps: int) -> None:
         """Makes the learners, which meet at an address of rank 0's choosing."""
         spec = material.learner_spec(self._config, self._material.model_path, total_optimizer_steps=total_optimizer_steps)
-        address, port = await ranks[0].rendezvous.remote()
+        address, port = await answer_of(0, "rendezvous", ranks[0].rendezvous.remote())
         transport = self._config.rollout.transport.value
-        await asyncio.gather(*(rank.start.remote(LEARNER_MODULE, spec, address, port, transport) for rank in ranks))
+        started = [rank.start.remote(LEARNER_MODULE, spec, address, port, transport) for rank in ranks]
+        await asyncio.gather(*(answer_of(number, "start", answer) for number, answer in enumerate(started)))
+
+    async def give_back(self) -> None:
+        """Gives all places back, once their actors have ended."""
+        await give_back(list(self._places.values()))
+        self._places.clear()
 
     def rewards(self) -> dict[str, Any]:
         """A reward pool on every node that has rollout workers, by the node's id: text is scored where it lies. It holds one CPU a

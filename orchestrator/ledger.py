@@ -155,6 +155,10 @@ class Ledger:
         """Open visits."""
         return Counter(entry.state for entry in self._open.values())
 
+    def open_visits(self) -> dict[Visit, State]:
+        """All of them, with their states."""
+        return {visit: entry.state for visit, entry in self._open.items()}
+
     def state_of(self, visit: Visit) -> State | None:
         """None where it is not open."""
         return self._open[visit].state if visit in self._open else None

@@ -46,6 +46,15 @@ class Reservation:
         return [nodes.get(place, "") for place in range(len(self.bundles))]
 
 
+async def give_back(reservations: Sequence[Reservation]) -> None:
+    """Returns once Ray counts them as gone, or after RESERVE_S: whoever asks next waits by itself."""
+    for reservation in reservations:
+        remove_placement_group(reservation.group)
+    until = time.monotonic() + RESERVE_S
+    while any(placement_group_table(r.group)["state"] != "REMOVED" for r in reservations) and time.monotonic() < until:
+        await asyncio.sleep(POLL_S)
+
+
 async def reserve(
     what: str,
     bundles: Sequence[Bundle],
