@@ -26,6 +26,7 @@ from orchestrator.grace import leave, leave_after
 from orchestrator.job import Job
 from orchestrator.launch import Launcher, close_actors
 from orchestrator.material import ASKED, Material, gather_material, quiet_libraries, request_maker
+from orchestrator.recovery import Lives, detail_of
 from orchestrator.run_folder import forget_empty, locked, make_run_folder
 from orchestrator.waits import DeadlinePassed, Waits
 from orchestrator.watchdog import Departure
@@ -66,33 +67,33 @@ def _train_in_folder(config: Config) -> int:
             raise
         (folder / "config.yaml").write_text(dump_config(config, redact=True), encoding="utf-8")
         print(f"run folder: {folder}", flush=True)
-        job = Job(config, folder, stuff, resumed)
+        lives = Lives(Job(config, folder, stuff, resumed), lambda checkpoint: Job(config, folder, stuff, checkpoint))
         try:
             ray_cluster = cluster.start_cluster(config.cluster, cluster.Demand.of(config, gpu=stuff.num_gpus > 0))
             with Departure() as departure:
                 try:
-                    return asyncio.run(_train(job, stuff, ray_cluster, departure))
+                    return asyncio.run(_train(lives, stuff, ray_cluster, departure))
                 finally:
                     for number in (signal.SIGINT, signal.SIGTERM):  # it is ending; cut short, Ray would leave processes behind
                         signal.signal(number, signal.SIG_IGN)
                     ray_cluster.close()
         finally:
-            job.view.close()
+            lives.job.view.close()
 
 
-async def _train(job: Job, stuff: Material, ray_cluster: cluster.Cluster, departure: Departure) -> int:
-    job.view.line(f"model: {stuff.model_path}, {stuff.num_parameters:,} parameters; Ray: {ray_cluster}")
+async def _train(lives: Lives, stuff: Material, ray_cluster: cluster.Cluster, departure: Departure) -> int:
+    config, folder = lives.job.config, lives.job.folder
+    lives.line(f"model: {stuff.model_path}, {stuff.num_parameters:,} parameters; Ray: {ray_cluster}")
     prompts = stuff.prompts
-    job.view.line(
+    lives.line(
         f"prompts: {len(prompts.train)} to train on, {len(prompts.held_out)} held out"
         + (f", {prompts.num_too_long} too long and left out" if prompts.num_too_long else "")
         + (f", {prompts.num_cut} cut at their beginning" if prompts.num_cut else "")
     )
-    interrupt = Interrupt(job.stop, job.view.line)
+    interrupt = Interrupt(lives.stop, lives.line)
     reason, failed = "failed", EXIT_STOPPED
     try:
-        await job.start()
-        reason = await job.run()
+        reason = await lives.run()
         failed = 0
     except asyncio.CancelledError:
         if interrupt.exit_code == 0:
@@ -100,15 +101,14 @@ async def _train(job: Job, stuff: Material, ray_cluster: cluster.Cluster, depart
         reason = "stopped"
     except (DeadlinePassed, RayError, RunStopped) as error:
         reason = str(error) if isinstance(error, RunStopped) else one_line(error)
-        job.event("stopped", reason=reason, detail=str(error.__cause__ or error))
+        lives.event("stopped", reason=reason, detail=detail_of(error))
         if isinstance(error, RunStopped):
             raise
-        raise RunStopped(f"{reason}; events.jsonl in {job.folder} has the traceback") from error
+        raise RunStopped(f"{reason}; events.jsonl in {folder} has the traceback") from error
     finally:
         interrupt.end_has_begun()
-        departure.begin(LEAVE_S + 2 * job.config.deadlines.close_s, interrupt.exit_code or failed, reason)
-        await job.close()
-        job.summarize(reason)
+        departure.begin(LEAVE_S + 2 * config.deadlines.close_s, interrupt.exit_code or failed, reason)
+        await lives.end(reason)
     return interrupt.exit_code
 
 
