@@ -16,7 +16,7 @@ import psutil
 
 from configs.errors import ConfigError
 from orchestrator.console import printable
-from orchestrator.run_folder import HEARTBEAT, STACKS
+from orchestrator.run_folder import HEARTBEAT, LOCK, STACKS
 
 LATE_BEATS = 4  # heartbeats missed before that is worth a word
 MOST_TOLD = 5  # of each kind of event, the last ones
@@ -33,6 +33,7 @@ TOLD = (
 UNTOLD = {*TOLD, "heartbeat", "started", "stopped", "proven", "evaluated", "checkpoint", "turn", "isolation"}
 
 Row = Mapping[str, Any]
+_LOCKS = Path("/proc/locks")
 
 
 @dataclass(slots=True)
@@ -46,32 +47,46 @@ class Story:
     last: dict[str, deque[Row]] = field(default_factory=dict)  # the last events of each kind
     counts: Counter[str] = field(default_factory=Counter)
     incarnation: int = -1
-    at: float = 0.0  # the newest sign of life in any file
+    starting: int | None = (
+        None  # the process that goes on with the run and has sent no heartbeat; what there was is of a life before
+    )
 
     def of(self, name: str) -> list[Row]:
         return list(self.last.get(name, ()))
 
 
 def doctor_run(folder: Path) -> int:
-    """Prints the diagnosis and returns 0. Raises ConfigError for a folder that is no run's."""
-    print(printable("\n".join(diagnose(read(folder))), limit=100_000))
+    """Prints the diagnosis and returns 0. Raises ConfigError for a folder that is no run's, or whose files cannot be read."""
+    if not any((folder / name).is_file() for name in ("config.yaml", "events.jsonl", HEARTBEAT)):
+        runs = sorted(path.parent.name for path in folder.glob(f"*/{HEARTBEAT}"))
+        hint = f"it holds runs: {', '.join(runs[-MOST_TOLD:])}" if runs else "name one that `limen train` printed as `run folder`"
+        raise ConfigError(f"{folder}: is not the folder of a run; {hint}")
+    try:
+        lines = diagnose(read(folder))
+    except OSError as error:
+        raise ConfigError(f"{error.filename or folder}: cannot be read: {error.strerror}") from error
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{folder}: holds what `limen train` of this version does not write ({type(error).__name__}: {error}); its "
+            f"config.yaml, {HEARTBEAT}, events.jsonl, metrics.jsonl and summary.json are read"
+        ) from error
+    print(printable("\n".join(lines), limit=100_000))
     return 0
 
 
 def read(folder: Path) -> Story:
     """Takes whatever is there; a line that was cut by a crash is passed over."""
-    if not any((folder / name).is_file() for name in ("config.yaml", "events.jsonl", HEARTBEAT)):
-        raise ConfigError(f"{folder}: is not the folder of a run; name one that `limen train` printed as `run folder`")
     story = Story(folder, _object(folder / HEARTBEAT), _object(folder / "summary.json"))
+    holder = _holder(folder / LOCK)
+    if holder not in (None, story.heartbeat.get("pid")):
+        story.starting, story.heartbeat, story.summary = holder, {}, {}
     for event in _rows(folder / "events.jsonl"):
         name = str(event.get("event"))
         story.counts[name] += 1
         story.last.setdefault(name, deque(maxlen=MOST_TOLD)).append(event)
         story.incarnation = max(story.incarnation, int(event.get("incarnation", -1)))
-        story.at = max(story.at, float(event.get("time", 0.0)))
     for story.step in _rows(folder / "metrics.jsonl"):
         pass
-    story.at = max(story.at, float(story.heartbeat.get("time", 0.0)))
     return story
 
 
@@ -93,8 +108,10 @@ def _state(story: Story) -> tuple[bool, str]:
     if story.summary and story.summary.get("incarnation") == story.incarnation:
         return False, f"ended: {story.summary['exit_reason']}"
     beat = story.heartbeat
+    if story.starting is not None:
+        return True, f"starting: process {story.starting} holds the folder, its first heartbeat is still to come"
     if not beat:
-        return False, "it has no heartbeat: it ended before its actors were started, or starts just now"
+        return False, "it has no heartbeat: it ended before its actors were started"
     driver, age_s = f"its driver, process {beat['pid']} on {beat['host']},", time.time() - beat["time"]
     heard = f"last heartbeat {_span(age_s)} ago"
     late = age_s > LATE_BEATS * beat["every_s"]
@@ -111,6 +128,25 @@ def _state(story: Story) -> tuple[bool, str]:
             f"{driver} is there ({status}) and its event loop stands still: {heard}, one is due every {beat['every_s']:g} s",
         )
     return True, f"alive: {driver} runs; {heard}"
+
+
+def _holder(lock: Path) -> int | None:
+    """The process on this machine that has the run locked, as the kernel tells it: to try the lock could be in a run's way."""
+    if not lock.is_file():
+        return None
+    inode, path = lock.stat().st_ino, lock.resolve()
+    for row in _LOCKS.read_text().splitlines() if _LOCKS.is_file() else ():
+        _, kind, *_, pid, file, _, _ = row.replace("->", "").split()
+        if kind == "FLOCK" and file.endswith(f":{inode}") and _has_open(int(pid), path):
+            return int(pid)
+    return None
+
+
+def _has_open(pid: int, path: Path) -> bool:
+    try:
+        return any(file.resolve() == path for file in Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:  # it has ended, or is another user's
+        return False
 
 
 def _process_state(beat: Row) -> str | None:
@@ -183,7 +219,7 @@ def _next(story: Story, alive: bool) -> Iterator[str]:
     beat, resume = story.heartbeat, f"limen train resume={story.folder}"
     saved = any((story.folder / "checkpoints").glob("step-*/manifest.json"))
     if alive:
-        strained = [wait for wait in beat["waits"] if wait["age_s"] > STRAINED * wait["deadline_s"]]
+        strained = [wait for wait in beat.get("waits", ()) if wait["age_s"] > STRAINED * wait["deadline_s"]]
         for wait in strained:
             yield (
                 f"{wait['owner']} has used {wait['age_s'] / wait['deadline_s']:.0%} of its time for '{wait['name']}'; at its deadline "
@@ -208,18 +244,27 @@ def _next(story: Story, alive: bool) -> Iterator[str]:
         )
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
+def _rows(path: Path) -> Iterator[Row]:
+    """The objects; a line that was cut, or is none, is passed over."""
     if path.is_file():
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
-                try:
-                    yield json.loads(line)
-                except ValueError:
-                    continue
+                row = _parsed(line)
+                if row:
+                    yield row
 
 
-def _object(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+def _object(path: Path) -> Row:
+    """What the file holds; nothing where it is missing or damaged."""
+    return _parsed(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else {}
+
+
+def _parsed(text: str) -> Row:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _clock(event: Row) -> str:

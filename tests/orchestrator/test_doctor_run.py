@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from orchestrator.main import main
+from orchestrator.run_folder import locked
 
 NOW = 2e9
 
@@ -172,6 +173,55 @@ def test_a_run_that_ended_and_one_that_stopped_itself_and_was_resumed(run):
     assert out.endswith(f"next: limen train resume={run.folder} goes on from its last checkpoint\n")
     run.events.append({"event": "started", "incarnation": 1})
     assert "state: alive" in run.say(), "the summary is of the time before"
+
+
+def test_a_run_that_is_resumed_and_has_sent_no_heartbeat(run):
+    """What the folder tells is of the life before: neither "ended" nor "dead" is true."""
+    run.summary = {"exit_reason": "stopped", "incarnation": 0}
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    run.beat["pid"] = process.pid
+    with locked(run.folder):
+        out = run.say()
+    assert f"state: starting: process {os.getpid()} holds the folder, its first heartbeat is still to come\n" in out
+    assert "learner" not in out
+    assert out.endswith("next: nothing: let it run\n")
+    assert "state: ended: stopped" in run.say()
+
+
+def test_a_run_that_ended_before_it_began(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("")
+    assert main(["doctor", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "state: it has no heartbeat: it ended before its actors were started\n" in out
+    assert "next: start it anew" in out
+
+
+def test_files_that_were_cut_or_hold_something_else_are_passed_over(run):
+    run.say()
+    (run.folder / "summary.json").write_text('{"exit_reason": "do')
+    (run.folder / "checkpoints" / "step-000040" / "manifest.json").write_bytes(b"\xff{")
+    for name in ("events.jsonl", "metrics.jsonl"):
+        with (run.folder / name).open("ab") as file:
+            file.write(b'\n3\nnull\n["a"]\n\xff\x00\n')
+    assert main(["doctor", str(run.folder)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("events.jsonl", '{"event": "worker_lost"}\n'), ("heartbeat.json", '{"a": 1}'), ("events.jsonl", '{"incarnation": "x"}\n')],
+)
+def test_a_folder_of_something_else_is_one_line(tmp_path, capsys, name, text):
+    (tmp_path / name).write_text(text)
+    assert main(["doctor", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"limen: {tmp_path}: holds what `limen train` of this version does not write (")
+
+
+def test_the_folder_of_several_runs_names_them(run, capsys):
+    run.say()
+    assert main(["doctor", str(run.folder.parent)]) == 2
+    assert capsys.readouterr().err.endswith("is not the folder of a run; it holds runs: run\n")
 
 
 def test_a_folder_that_is_no_run_is_one_line(tmp_path, capsys):
