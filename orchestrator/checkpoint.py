@@ -90,6 +90,7 @@ class Checkpoints:
         """Makes the folder, and the run's identity where it has none yet."""
         self.folder = folder
         self._config = config
+        self._given_up: list[Path] = []  # partial folders
         folder.mkdir(parents=True, exist_ok=True)
         known = _run_of(folder)
         self.run = known or uuid.uuid4().hex
@@ -118,6 +119,9 @@ class Checkpoints:
             await asyncio.to_thread(self._seal, partial, written, arrays, texts, state, pass_at_1)
         except Exception:
             await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
+            raise
+        except asyncio.CancelledError:  # its deadline passed: the ranks may write on, so it goes with the next save
+            self._given_up.append(partial)
             raise
         await asyncio.to_thread(self._rotate, state["step"])
         return partial.with_suffix("")
@@ -164,14 +168,13 @@ class Checkpoints:
         kept = {*(folder for folder, _ in own[-self._config.keep_last :]), *([_best(own)] if self._config.keep_best else [])}
         for folder, _ in own:
             if folder not in kept:
-                with contextlib.suppress(
-                    OSError
-                ):  # the new one stands all the same; a full disk may refuse even this until the next save
-                    folder.rename(
-                        folder.with_name(f"{_REMOVED}{folder.name}-{time.time_ns()}")
-                    )  # first, so that half of it is none
+                removed = folder.with_name(f"{_REMOVED}{folder.name}-{time.time_ns()}")
+                with contextlib.suppress(OSError):  # a full disk may refuse even this; the new one stands all the same
+                    folder.rename(removed)  # first, so that half of it is none
         for folder in self.folder.glob(_REMOVED + "step-*"):
             shutil.rmtree(folder, ignore_errors=True)  # what another process still reads may stay until the next save
+        while self._given_up:  # by now nobody writes into them any more
+            shutil.rmtree(self._given_up.pop(), ignore_errors=True)
 
     def _note(self, step: int, pass_at_1: float) -> None:
         path = self.folder / checkpoint_name(step) / MANIFEST
