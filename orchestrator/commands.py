@@ -27,7 +27,7 @@ from orchestrator.job import Job
 from orchestrator.launch import Launcher, close_actors
 from orchestrator.material import ASKED, Material, gather_material, quiet_libraries, request_maker
 from orchestrator.recovery import Lives, detail_of
-from orchestrator.run_folder import forget_empty, locked, make_run_folder
+from orchestrator.run_folder import forget_empty, locked, make_run_folder, write_whole
 from orchestrator.waits import DeadlinePassed, Waits
 from orchestrator.watchdog import Departure
 from rollout.records import Purpose, Visit
@@ -65,7 +65,7 @@ def _train_in_folder(config: Config) -> int:
         except BaseException:
             forget_empty(folder)
             raise
-        (folder / "config.yaml").write_text(dump_config(config, redact=True), encoding="utf-8")
+        write_whole(folder / "config.yaml", dump_config(config, redact=True))
         print(f"run folder: {folder}", flush=True)
         lives = Lives(Job(config, folder, stuff, resumed), lambda checkpoint: Job(config, folder, stuff, checkpoint))
         try:
@@ -90,7 +90,7 @@ async def _train(lives: Lives, stuff: Material, ray_cluster: cluster.Cluster, de
         + (f", {prompts.num_too_long} too long and left out" if prompts.num_too_long else "")
         + (f", {prompts.num_cut} cut at their beginning" if prompts.num_cut else "")
     )
-    interrupt = Interrupt(lives.stop, lives.line)
+    interrupt = Interrupt(lives.stop, lives.line, grace_s=config.deadlines.grace_s, stands=lambda: lives.job.what_stands())
     reason, failed = "failed", EXIT_STOPPED
     try:
         reason = await lives.run()
@@ -99,7 +99,7 @@ async def _train(lives: Lives, stuff: Material, ray_cluster: cluster.Cluster, de
         if interrupt.exit_code == 0:
             raise
         reason = "stopped"
-    except (DeadlinePassed, RayError, RunStopped) as error:
+    except (DeadlinePassed, RayError, OSError, RunStopped) as error:
         reason = str(error) if isinstance(error, RunStopped) else one_line(error)
         lives.event("stopped", reason=reason, detail=detail_of(error))
         if isinstance(error, RunStopped):
@@ -109,6 +109,10 @@ async def _train(lives: Lives, stuff: Material, ray_cluster: cluster.Cluster, de
         interrupt.end_has_begun()
         departure.begin(LEAVE_S + 2 * config.deadlines.close_s, interrupt.exit_code or failed, reason)
         await lives.end(reason)
+    if lives.job.unwritten:
+        raise RunStopped(f"the run has ended ({reason}), but could not write {'; '.join(lives.job.unwritten)}")
+    if interrupt.exit_code:
+        lives.line(f"{reason}: {lives.job.what_stands()}")
     return interrupt.exit_code
 
 
