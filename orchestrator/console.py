@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Mapping
@@ -52,7 +53,8 @@ class PlainView:
 
     def line(self, text: str) -> None:
         if not self._quiet:
-            print(printable(text), flush=True)
+            with contextlib.suppress(OSError):  # a full disk under a log, a terminal that is gone: a run goes on, events.jsonl tells
+                print(printable(text), flush=True)
 
     def stage(self, name: str) -> None:
         """Plain lines tell of steps only."""
