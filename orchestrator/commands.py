@@ -19,6 +19,7 @@ from learner.warm_start import base_model_path
 from orchestrator import cluster
 from orchestrator.checkpoint import find_checkpoint
 from orchestrator.console import evaluation_lines, printable
+from orchestrator.departure import Departure
 from orchestrator.errors import RunStopped
 from orchestrator.evaluation import choose_prompts, evaluate
 from orchestrator.fleet import RayFleet, RayScorer
@@ -29,7 +30,6 @@ from orchestrator.material import ASKED, Material, gather_material, quiet_librar
 from orchestrator.recovery import Lives, detail_of
 from orchestrator.run_folder import forget_empty, locked, make_run_folder, write_whole
 from orchestrator.waits import DeadlinePassed, Waits
-from orchestrator.watchdog import Departure
 from rollout.records import Purpose, Visit
 from rollout.sources import DataError
 

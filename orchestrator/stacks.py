@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -31,6 +32,13 @@ MOST_CHILDREN = 64  # of one process
 MOST_THREADS = 200  # of one process that are listed
 MOST_BYTES = 200_000  # of the stacks of one process
 GONE, STOPPED = "gone", "stopped"
+MOST_CALLS = 3  # of one actor that are told in its verdict
+
+_FRAME = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
+_RAY = ("/ray/_private/", "/ray/util/")
+_RAY_WORKER = "/ray/_private/workers/default_worker.py"  # at the bottom of a process
+_RAY_CALL = "/ray/_private/function_manager.py"  # at the bottom of a call of an actor
+_COLLECTIVES = ("/torch/distributed/", "/deepspeed/comm/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +64,7 @@ class Portrait:
     """All that can be found out of a process and of those it has started."""
 
     well: bool  # it runs and answers
+    waits: bool  # and is in no call, or in one that waits for other ranks
     verdict: str  # in a few words
     text: str
 
@@ -186,14 +195,43 @@ def _take(file: Path) -> str:
 
 def _portrait(pid: int, family: Sequence[int], stacks: Mapping[int, str | None]) -> Portrait:
     state = _look(pid).state
-    well, verdict = False, f"is {state}"
+    well, waits, verdict = False, False, f"is {state}"
     if state == STOPPED:
         verdict += ", by SIGSTOP or SIGTSTP"
-    elif state != GONE and stacks[pid]:
-        well = True
+    elif state != GONE and (written := stacks[pid]):
+        well, (waits, doing) = True, _doing(written)
+        verdict += f", {doing}" if doing else ""
     elif state != GONE:
         verdict += " and does not " + ("listen for" if stacks[pid] is None else "answer") + " the signal that asks for its stacks"
-    return Portrait(well, verdict, "\n\n".join(_describe(member, stacks[member]) for member in family))
+    return Portrait(well, waits, verdict, "\n\n".join(_describe(member, stacks[member]) for member in family))
+
+
+def _doing(stacks: str) -> tuple[bool, str]:
+    """Whether all that an actor does is to wait for other ranks, and its calls in words: what was called, and where that is now. Nothing
+    of a process that is no actor."""
+    threads = [list(_FRAME.finditer(text)) for text in stacks.split("\n\n")]  # innermost frame first
+    if not any(frame["path"].endswith(_RAY_WORKER) for frames in threads for frame in frames):
+        return False, ""
+    calls = [own for frames in threads if (own := _of_call(frames))]
+    if not calls:
+        return True, "in no call"
+    waiting = [any(part in frame["path"] for frame in frames for part in _COLLECTIVES) for frames in calls]
+    told = [_call(frames) + ", which waits for the other ranks" * waits for frames, waits in zip(calls, waiting, strict=True)]
+    return all(waiting), " and ".join(told[:MOST_CALLS])
+
+
+def _of_call(frames: Sequence[re.Match[str]]) -> Sequence[re.Match[str]]:
+    """The frames of an actor's call without Ray's own below it; none of a thread that runs none."""
+    depth = next((i for i, frame in enumerate(frames) if frame["path"].endswith(_RAY_CALL)), 0)
+    while depth and any(part in frames[depth - 1]["path"] for part in _RAY):
+        depth -= 1
+    return frames[:depth]
+
+
+def _call(frames: Sequence[re.Match[str]]) -> str:
+    now, called = frames[0], frames[-1]["function"]
+    at = f"{now['function']} ({os.path.basename(now['path'])}:{now['line']})"
+    return f"in {at}" if now is frames[-1] else f"in {called} at {at}"
 
 
 def _describe(pid: int, stacks: str | None) -> str:

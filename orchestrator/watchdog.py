@@ -2,10 +2,11 @@
 
     breach of a wait      -> event `deadline_passed`, stderr, RUN/stacks/TIME-OWNER.txt; then the policy of whoever waits
     a stopped process     -> the same after `deadlines.heartbeat_s`, then it is killed: a dead one has a policy everywhere
-    a driver that blocks  -> RUN/stacks/TIME-driver.txt, written by a thread of the interpreter's own; event `driver_blocked` afterwards
+    a driver that blocks  -> RUN/stacks/TIME-driver.txt, written by a thread of the interpreter's own; event `driver_blocked` afterwards, and
+                             where there is none, the end of the process (`departure.Vigil`)
     heartbeats            -> RUN/heartbeat.json (the last one), events `heartbeat`: step, stage, open waits, processes
 
-It looks and tells; the only thing it ever does to a process is to end one that is stopped.
+It looks and tells; the only thing it ever does to a process is to end one that is stopped, and its own, which can do nothing more.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import os
 import re
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -27,6 +27,7 @@ from typing import Any, TextIO
 from ray.exceptions import RayError
 
 from orchestrator.console import printable
+from orchestrator.departure import Vigil
 from orchestrator.run_folder import HEARTBEAT, STACKS, write_json
 from orchestrator.stacks import STOPPED, Look, Portrait, Process, here_id, look, on_nodes, portray, whereabouts
 from orchestrator.waits import Wait, Waits
@@ -36,6 +37,8 @@ from rollout.stack_signal import listen
 DRIVER = "driver"
 EVIDENCE_S = 10.0  # to ask the culprits, and less where the deadline itself is shorter
 LOOK_S = 10.0  # for all nodes to tell how their processes are
+BLOCKED = 10  # times the limit of a standstill that is told, and the driver is left
+MOST_NAMED = 4  # suspects in the message of an error
 MOST_FILES = 200  # of stacks that one process of the driver writes
 SPARSE = 1000  # a heartbeat becomes an event when the run is a 1000th older than at the last one: a few thousand rows in weeks
 
@@ -78,11 +81,13 @@ class Watchdog:
         self.stage = Stage("starting", time.monotonic(), 0)
         self._folder, self._stacks = folder, folder / STACKS
         self._waits, self._event, self._pulse = waits, event, pulse
-        self._stopped: dict[str, float] = {}  # since when each was seen so
+        self._stopped: dict[str, float] = {}  # for how long each was seen so
+        self._looked = 0.0
         self._began = time.time()
         self._last_row = 0.0
         self._num_files = 0
         self._beat: asyncio.Task[None] | None = None
+        self._vigil: Vigil | None = None
         self._own: TextIO | None = None  # the driver's stacks
         self._own_bytes = 0
 
@@ -91,13 +96,15 @@ class Watchdog:
         self._stacks.mkdir(exist_ok=True)
         self._own = self._file(DRIVER).open("w", encoding="utf-8")
         self._waits.on_breach = self.breach
+        self._vigil = Vigil(BLOCKED * self._pulse.limit_s, f"where, shows {self._own.name}")
         self._beat = asyncio.create_task(self._beats())
 
     def close(self) -> None:
         """Leaves the last heartbeat, and no empty file."""
-        if self._beat is None or self._own is None:
+        if self._beat is None or self._own is None or self._vigil is None:
             return
         self._beat.cancel()
+        self._vigil.close()
         self._waits.on_breach = None
         faulthandler.cancel_dump_traceback_later()
         self._own.close()
@@ -111,22 +118,36 @@ class Watchdog:
     # ---- a breach ---------------------------------------------------------------------------------------------------
 
     async def breach(self, wait: Wait, others: Sequence[Wait]) -> str:
-        """Tells of it and returns the culprits' state in words. Whatever keeps it from finding that out must not hide the breach."""
+        """Tells of it and returns the culprits' state in words. Whatever keeps it from finding that out, or from writing it down, must
+        neither hide the breach nor last: who waits acts next."""
         budget_s = min(EVIDENCE_S, wait.deadline_s)
+        portraits: dict[Process, Portrait | None] = {}
         try:
-            portraits = await asyncio.wait_for(self._portraits(wait.owner, budget_s), 1.5 * budget_s)
-            return await self._tell(wait, others, portraits)
-        except Exception as error:
-            self._event("watchdog_failed", owner=wait.owner, wait=wait.name, reason=f"{type(error).__name__}: {error}")
-            return ""
+            portraits = await asyncio.wait_for(self._portraits(wait.owner, budget_s), 1.2 * budget_s)
+        except Exception as error:  # Ray does not answer
+            self._fail(wait, error)
+        return await self._tell(wait, others, portraits, budget_s / 2)
+
+    def _fail(self, wait: Wait, error: Exception) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        _say(f"cannot tell all of '{wait.name}': {reason}")
+        self._try_event("watchdog_failed", owner=wait.owner, wait=wait.name, reason=reason)
+
+    def _try_event(self, name: str, **fields: object) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the disk is full, or the files are closed: stderr has it
+            self._event(name, **fields)
 
     async def _portraits(self, owner: str, budget_s: float) -> dict[Process, Portrait | None]:
-        processes = await self._processes(lambda name: name == owner or name.startswith(CULPRITS.get(owner, "\0")))
+        """Of whoever has to answer for the owner; and of the driver, which waits and may be to blame itself."""
+        processes = await self._processes(lambda name: name == DRIVER or _answers(name, owner))
         seen = await on_nodes(portray, processes, budget_s, budget_s / 2)
         return {process: seen.get(process) for process in processes}
 
-    async def _tell(self, wait: Wait, others: Sequence[Wait], portraits: Mapping[Process, Portrait | None]) -> str:
-        verdicts = {p.name: f"process {p.pid} {_verdict(portrait)}" for p, portrait in portraits.items()}
+    async def _tell(
+        self, wait: Wait, others: Sequence[Wait], portraits: Mapping[Process, Portrait | None], limit_s: float
+    ) -> str:
+        blamed = {p: portrait for p, portrait in portraits.items() if _answers(p.name, wait.owner)}
+        verdicts = {p.name: f"process {p.pid} {_verdict(portrait)}" for p, portrait in blamed.items()}
         title = f"{wait.owner} did not finish '{wait.name}' within {wait.deadline_s:g} s, waited for {wait.age_s:.1f} s"
         fields = {
             "owner": wait.owner,
@@ -140,13 +161,20 @@ class Watchdog:
             "depths": self._pulse.depths(),
             "last_events": [f"{name} {time.time() - at:.1f} s ago" for at, name in self._pulse.last_events],
         }
-        file = await asyncio.to_thread(self._write_stacks, wait.owner, title, fields, portraits) if portraits else None
-        self._event("deadline_passed", **fields, stacks=file)
+        file = None
+        if portraits:
+            try:
+                writing = asyncio.to_thread(self._write_stacks, wait.owner, title, fields, portraits)
+                file = await asyncio.wait_for(writing, limit_s)
+            except Exception as error:  # the disk hangs, or is full
+                self._fail(wait, error)
         summary = "; ".join(f"{name}: {verdict}" for name, verdict in verdicts.items())
         waiting = ", ".join(f"{w.owner} for '{w.name}' since {w.age_s:.1f} s" for w in others)
         _say(f"{title}; {summary or 'no process of its own'}; also waiting: {waiting or 'nobody'}; stacks: {file or 'none'}")
-        unwell = {p.name: verdicts[p.name] for p, portrait in portraits.items() if not portrait or not portrait.well}
-        return "; ".join([*(f"{name}, {verdict}" for name, verdict in unwell.items()), *([f"see {file}"] if file else [])])
+        self._try_event("deadline_passed", **fields, stacks=file)
+        named = [f"{p.name}, {verdicts[p.name]}" for p in _suspects(blamed)]
+        more = [f"{len(named) - MOST_NAMED} more"] if len(named) > MOST_NAMED else []
+        return "; ".join([*named[:MOST_NAMED], *more, *([f"see {file}"] if file else [])])
 
     def _write_stacks(
         self, owner: str, title: str, fields: Mapping[str, Any], portraits: Mapping[Process, Portrait | None]
@@ -171,17 +199,34 @@ class Watchdog:
     # ---- heartbeats -------------------------------------------------------------------------------------------------
 
     async def _beats(self) -> None:
+        assert self._vigil is not None
         period_s = min(self._pulse.every_s, self._pulse.limit_s / 2)
-        failed = ""
-        while True:
-            self._guard_driver()
-            try:
-                await self._one_beat()
-            except Exception as error:  # a full disk, an instance that does not answer: the run's own waits tell of these
-                if (reason := f"{type(error).__name__}: {error}") != failed:
-                    failed = reason
-                    _say(f"no heartbeat: {reason}")
-            await asyncio.sleep(period_s)
+        beat: asyncio.Task[str] | None = None
+        told = ""
+        try:
+            while True:
+                self._vigil.awake()
+                self._guard_driver()
+                if beat is None or beat.done():
+                    said = "" if beat is None else beat.result()
+                    beat = asyncio.create_task(self._try_beat())
+                else:
+                    said = "the one before has not ended: the disk or Ray does not answer"
+                if said and said != told:
+                    _say(f"no heartbeat: {said}")
+                told = said
+                await asyncio.sleep(period_s)
+        finally:
+            if beat is not None:
+                beat.cancel()
+
+    async def _try_beat(self) -> str:
+        """What kept it from being told: a full disk, an instance that does not answer. The run's own waits tell of these."""
+        try:
+            await self._one_beat()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
 
     def _guard_driver(self) -> None:
         """Has the stacks of the driver written where it does not come back here in time."""
@@ -226,47 +271,36 @@ class Watchdog:
         return [*own, *(process for process in found if process is not None)]
 
     async def _end_stopped(self, looks: Mapping[Process, Look]) -> None:
-        now = time.monotonic()
+        # What the driver did not see does not count: it may have been stopped with them.
+        now, period_s = time.monotonic(), min(self._pulse.every_s, self._pulse.limit_s / 2)
+        seen_s, self._looked = min(now - self._looked, 2 * period_s), now
         stopped = [process for process, seen in looks.items() if seen.state == STOPPED]
-        self._stopped = {p.name: self._stopped.get(p.name, now) for p in stopped}
-        for process in stopped:
-            since = self._stopped[process.name]
-            if now - since < self._pulse.limit_s:
-                continue
-            wait = Wait(owner=process.name, name="a sign of life", deadline_s=self._pulse.limit_s, since=since)
-            await self.breach(wait, self._waits.open())
-            with contextlib.suppress(RayError):
-                await on_nodes(_end, [process], LOOK_S)
+        self._stopped = {p.name: self._stopped[p.name] + seen_s if p.name in self._stopped else 0.0 for p in stopped}
+        overdue = [process for process in stopped if self._stopped[process.name] >= self._pulse.limit_s]
+        await asyncio.gather(*(self._end_one(process, now - self._stopped[process.name]) for process in overdue))
 
-
-class Departure:
-    """The last wait, for the driver itself to end: a thread that hangs (on a disk, on a node that is gone) would keep it for ever. From
-    ``begin`` on the block has ``limit_s``; then the stacks go to stderr, the reason last, and the process ends with the exit code."""
-
-    def __enter__(self) -> Departure:
-        self._timer: threading.Timer | None = None
-        return self
-
-    def begin(self, limit_s: float, exit_code: int, reason: str) -> None:
-        def leave() -> None:
-            faulthandler.dump_traceback(all_threads=True)
-            _say(f"the run has ended, but its driver hangs and is left {limit_s:g} s later")
-            print(f"limen: {'stopped: ' if exit_code else ''}{printable(reason)}", file=sys.stderr, flush=True)
-            os._exit(exit_code)
-
-        self._timer = threading.Timer(limit_s, leave)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def __exit__(self, *_: object) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+    async def _end_one(self, process: Process, since: float) -> None:
+        wait = Wait(owner=process.name, name="a sign of life", deadline_s=self._pulse.limit_s, since=since)
+        await self.breach(wait, self._waits.open())
+        with contextlib.suppress(RayError):
+            await on_nodes(_end, [process], LOOK_S)
 
 
 def _end(pids: Sequence[int]) -> dict[int, None]:
     for pid in pids:
         end_process(pid)
     return dict.fromkeys(pids)
+
+
+def _answers(name: str, owner: str) -> bool:
+    """Whether the process of this name has to answer for the owner."""
+    return name == owner or name.startswith(CULPRITS.get(owner, "\0"))
+
+
+def _suspects(blamed: Mapping[Process, Portrait | None]) -> list[Process]:
+    """Those that cannot answer; where all can, those that do not merely wait for the others."""
+    unwell = [process for process, portrait in blamed.items() if not portrait or not portrait.well]
+    return unwell or [process for process, portrait in blamed.items() if portrait and not portrait.waits]
 
 
 def _verdict(portrait: Portrait | None) -> str:

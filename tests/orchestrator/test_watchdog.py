@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 import ray
+import torch
 from ray import cloudpickle
 from ray.exceptions import RayActorError
 
 from configs.schema import ClusterConfig, DeadlinesConfig
-from orchestrator import stacks
+from orchestrator import stacks, watchdog
 from orchestrator.cluster import Demand, start_cluster
 from orchestrator.fleet import RayFleet, Worker
 from orchestrator.stacks import Process
@@ -43,6 +46,13 @@ class Actor:
 
     def grind(self, seconds):
         time.sleep(seconds)
+
+    def meet(self, rank, address):
+        """Rank 1 does not come to the collective."""
+        torch.distributed.init_process_group("gloo", init_method=f"file://{address}", rank=rank, world_size=2)
+        if rank == 0:
+            torch.distributed.all_reduce(torch.zeros(1))
+        self.grind(30)
 
     def stop(self):
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -114,11 +124,12 @@ async def test_a_breach_names_the_culprits_with_their_stacks_before_anything_is_
     assert breach["last_events"][0].startswith("proven ")
     assert [(row["owner"], row["name"]) for row in breach["also_waiting"]] == [("reward pool", "scores")]
     pids = [fact["pid"] for fact in facts]
-    at_work = breach["culprits"].pop("learner-0")
-    assert at_work in (f"process {pids[0]} is sleeping", f"process {pids[0]} is running")  # its other threads wake now and then
+    at_work = breach["culprits"].pop("learner-0")  # its other threads wake now and then
+    assert re.fullmatch(rf"process {pids[0]} is (sleeping|running), in grind \(test_watchdog\.py:\d+\)", at_work)
     assert breach["culprits"] == {"learner-1": f"process {pids[1]} is stopped, by SIGSTOP or SIGTSTP"}
     text = (w.folder / breach["stacks"]).read_text()
-    alive, dead = text.split("==== learner-1")
+    driver, alive, dead = text.split("==== learner-")
+    assert f"process {os.getpid()} " in driver
     assert "in grind" in alive
     assert "state T" in dead
     message = str(error.value)
@@ -126,6 +137,22 @@ async def test_a_breach_names_the_culprits_with_their_stacks_before_anything_is_
     assert breach["stacks"] in message
     assert "learner did not finish 'train step 3'" in capfd.readouterr().err
     other.cancel()
+
+
+async def test_of_ranks_that_wait_for_one_another_the_one_is_named_that_did_not_come(world):
+    w = world()
+    ranks = [w.make(f"learner-{rank}") for rank in range(3)]
+    pids = [facts["pid"] for facts in await asyncio.gather(*(rank.facts.remote() for rank in ranks))]
+    meeting = asyncio.gather(*(rank.meet.remote(i, w.folder / "meeting") for i, rank in enumerate(ranks[:2])))
+    with pytest.raises(DeadlinePassed) as error:
+        await w.waits.wait(meeting, owner="learner", name="train step 3", deadline_s=15.0)
+    (breach,) = w.named("deadline_passed")
+    waiting, absent, idle = (breach["culprits"][f"learner-{rank}"] for rank in range(3))
+    assert re.search(r"in meet at \w+ \(\w+\.py:\d+\), which waits for the other ranks$", waiting)
+    assert re.search(r"in meet at grind \(test_watchdog\.py:\d+\)$", absent)
+    assert idle.endswith(", in no call")
+    assert str(error.value).startswith(f"learner did not finish 'train step 3' within 15 s: learner-1, process {pids[1]} is ")
+    assert "learner-0" not in str(error.value)
 
 
 async def test_an_answer_that_comes_while_the_stacks_are_taken_is_an_answer(world):
@@ -226,19 +253,91 @@ async def test_a_driver_that_blocks_leaves_its_stacks(world):
     assert "in write_to_a_disk_that_hangs" in (w.folder / blocked["stacks"]).read_text()
 
 
-async def test_a_watchdog_that_cannot_write_does_not_hide_the_breach(world):
+async def test_a_watchdog_that_cannot_write_does_not_hide_the_breach(world, capfd):
     w = world()
     await w.make("learner-0").facts.remote()
     w.dog._stacks = w.folder / "none" / "such"
     with pytest.raises(DeadlinePassed, match=r"learner did not finish 'x' within 0\.5 s"):
         await w.waits.wait(asyncio.sleep(30), owner="learner", name="x", deadline_s=0.5)
     assert w.named("watchdog_failed")[0]["owner"] == "learner"
+    assert w.named("deadline_passed")[0]["stacks"] is None
+
+    def full(name, **fields):
+        raise OSError(28, "No space left on device")
+
+    w.dog._event = full
+    with pytest.raises(DeadlinePassed, match=r"learner did not finish 'y' within 0\.5 s"):
+        await w.waits.wait(asyncio.sleep(30), owner="learner", name="y", deadline_s=0.5)
+    assert "learner did not finish 'y'" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("hanging", ["whereabouts", "_write_stacks"])
+async def test_a_disk_or_an_instance_that_hangs_does_not_keep_the_breach_from_being_acted_on(world, monkeypatch, hanging):
+    w, over = world(every_s=60.0), threading.Event()
+    await w.until(lambda: w.named("heartbeat"))
+    await w.make("learner-0").facts.remote()
+    if hanging == "whereabouts":
+        monkeypatch.setattr(watchdog, "whereabouts", lambda name, actor: over.wait(30))
+    else:
+        monkeypatch.setattr(w.dog, "_write_stacks", lambda *args: over.wait(30))
+    started = time.monotonic()
+    with pytest.raises(DeadlinePassed):
+        await w.waits.wait(asyncio.sleep(30), owner="learner", name="x", deadline_s=2.0)
+    assert time.monotonic() - started < 3 * 2.0
+    assert [row["wait"] for row in w.named("deadline_passed")] == ["x"]
+    over.set()
+
+
+async def test_heartbeats_that_hang_do_not_keep_the_watchdog_from_watching(world, monkeypatch, capfd):
+    w, over = world(every_s=0.1, limit_s=0.6), threading.Event()
+    monkeypatch.setattr(watchdog, "write_json", lambda *args: over.wait(30))
+    await asyncio.sleep(2.0)
+    assert capfd.readouterr().err.count("no heartbeat: the one before has not ended") == 1
+    assert not w.named("driver_blocked")
+    over.set()
+
+
+def test_a_driver_whose_event_loop_stands_still_is_left_with_the_reason_last():
+    """Awake for longer than the limit first; then it blocks, as in a write to a disk that hangs."""
+    code = (
+        "import time\n"
+        "from orchestrator.departure import Vigil\n"
+        "def write_to_a_disk_that_hangs():\n    time.sleep(60)\n"
+        "vigil = Vigil(1.0, 'see there')\n"
+        "for _ in range(30):\n    time.sleep(0.05)\n    vigil.awake()\n"
+        "print('awake', flush=True)\n"
+        "write_to_a_disk_that_hangs()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
+    assert (ended.returncode, ended.stdout) == (3, "awake\n")
+    assert "in write_to_a_disk_that_hangs" in ended.stderr
+    assert ended.stderr.splitlines()[-1] == "limen: stopped: the driver's event loop has stood still for 1 s; see there"
+
+
+def test_a_driver_that_was_stopped_and_goes_on_is_not_left():
+    code = (
+        "import time\n"
+        "from orchestrator.departure import Vigil\n"
+        "vigil = Vigil(1.0, '')\n"
+        "print('up', flush=True)\n"
+        "time.sleep(0.3)\n"
+        "print('on', flush=True)\n"
+        "time.sleep(0.3)\n"
+        "vigil.close()\n"
+        "time.sleep(1.5)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "up\n"
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(2.5)
+        os.kill(process.pid, signal.SIGCONT)
+        assert (process.wait(30), process.stderr.read()) == (0, "")
 
 
 def test_a_driver_that_hangs_at_its_end_is_left_with_the_reason_last():
     code = (
         "import asyncio, time\n"
-        "from orchestrator.watchdog import Departure\n"
+        "from orchestrator.departure import Departure\n"
         "def hang_on_a_disk():\n    time.sleep(60)\n"
         "async def run(departure):\n"
         "    asyncio.get_running_loop().run_in_executor(None, hang_on_a_disk)\n"
