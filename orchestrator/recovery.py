@@ -123,6 +123,10 @@ class Lives:
         """To whoever watches."""
         self.job.view.line(text)
 
+    def what_stands(self) -> str:
+        """Of the run if it ends now, in words."""
+        return self.job.what_stands()
+
     async def run(self) -> str:
         """Lives until the run ends, and returns why. Raises what ended it where that is not to be recovered from."""
         while True:
