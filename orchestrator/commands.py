@@ -90,7 +90,7 @@ async def _train(lives: Lives, stuff: Material, ray_cluster: cluster.Cluster, de
         + (f", {prompts.num_too_long} too long and left out" if prompts.num_too_long else "")
         + (f", {prompts.num_cut} cut at their beginning" if prompts.num_cut else "")
     )
-    interrupt = Interrupt(lives.stop, lives.line, grace_s=config.deadlines.grace_s, stands=lambda: lives.job.what_stands())
+    interrupt = Interrupt(lives.stop, lives.line, grace_s=config.deadlines.grace_s, stands=lives.what_stands)
     reason, failed = "failed", EXIT_STOPPED
     try:
         reason = await lives.run()
@@ -112,7 +112,7 @@ async def _train(lives: Lives, stuff: Material, ray_cluster: cluster.Cluster, de
     if lives.job.unwritten:
         raise RunStopped(f"the run has ended ({reason}), but could not write {'; '.join(lives.job.unwritten)}")
     if interrupt.exit_code:
-        lives.line(f"{reason}: {lives.job.what_stands()}")
+        lives.line(f"{reason}: {lives.what_stands()}")
     return interrupt.exit_code
 
 
