@@ -53,7 +53,7 @@ class PlainView:
 
     def line(self, text: str) -> None:
         if not self._quiet:
-            with contextlib.suppress(OSError):  # a full disk under a log, a terminal that is gone: a run goes on, events.jsonl tells
+            with contextlib.suppress(OSError):  # a full disk under a log, a terminal that is gone: the run goes on all the same
                 print(printable(text), flush=True)
 
     def stage(self, name: str) -> None:
