@@ -22,6 +22,7 @@ LATE_BEATS = 4  # heartbeats missed before that is worth a word
 MOST_TOLD = 5  # of each kind of event, the last ones
 STRAINED = 0.5  # share of its deadline after which a wait is worth a word
 TOLD = (
+    "rolled_back",
     "worker_lost",
     "worker_replaced",
     "reward_pool_replaced",
@@ -94,13 +95,21 @@ def diagnose(story: Story) -> list[str]:
     """The lines of the diagnosis."""
     alive, state = _state(story)
     return [
-        f"run {story.folder}" + (f", started {story.incarnation + 1} times" if story.incarnation > 0 else ""),
+        f"run {story.folder}" + _lives(story),
         f"state: {state}",
         *_doing(story, alive),
         *_troubles(story),
         f"checkpoint: {_checkpoint(story)}",
         *(f"next: {line}" for line in _next(story, alive)),
     ]
+
+
+def _lives(story: Story) -> str:
+    num_back = story.counts["rolled_back"]
+    num_starts = story.incarnation + 1 - num_back
+    return (f", started {num_starts} times" if num_starts > 1 else "") + (
+        f", went back to a checkpoint {num_back} times" if num_back else ""
+    )
 
 
 def _state(story: Story) -> tuple[bool, str]:
@@ -188,6 +197,9 @@ def _troubles(story: Story) -> Iterator[str]:
 
 def _told(event: Row) -> str:
     match event["event"]:
+        case "rolled_back":
+            to = f"{event['to_step']} ({event['checkpoint'] or 'no checkpoint'})"
+            return f"from step {event['from_step']} to {to}, for {event['reason']}"
         case "worker_lost":
             return f"{event['worker']} was {event['kind']}: {event['reason']}"
         case "worker_replaced":

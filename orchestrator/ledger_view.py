@@ -58,11 +58,13 @@ def report(run: Path) -> list[str]:
     if not (run / "config.yaml").is_file() and not events:
         raise ConfigError(f"{run}: is not the folder of a run; name one that `limen train` printed as `run folder`")
     saved = _saved(run)
-    past = history(rows, max((event.get("incarnation", 0) for event in events), default=0), saved.step if saved else 0)
+    present = max((event.get("incarnation", 0) for event in events), default=0)
+    events = [{**event, "void": event.get("incarnation", 0) < present} for event in events]
+    past = history(rows, present, saved.step if saved else 0)
     later = [row for row in past.standing if saved is None or row["step"] > saved.step]
     last = max([row["step"] for row in past.standing] + [saved.step if saved else 0])
     lines = [f"run {run}: step {last}, " + (f"checkpoint of step {saved.step}" if saved else "no checkpoint yet")]
-    lines += _visits(saved, later) + _again(saved, events) + _discarded(past)
+    lines += _visits(saved, later) + _again(saved, events) + _discarded(past, events)
     if saved is None:
         return [*lines, "", "prompts and open visits are known once a checkpoint is written (checkpoint.every)"]
     return lines + _prompts(saved) + _stuck(saved, events)
@@ -124,26 +126,33 @@ def _visits(saved: Saved | None, later: Sequence[Row]) -> list[str]:
 
 
 def _again(saved: Saved | None, events: Sequence[Row]) -> list[str]:
-    """Askings that came to nothing: those the checkpoint counts, and losses told of after it."""
+    """Askings that came to nothing: those the checkpoint counts, and losses told of after it, in this incarnation."""
     counts = Counter(
         {name[9:]: n for name, n in (saved.ledger["counts"] if saved else {}).items() if name.startswith("requeued/") and n}
     )
     places = [i for i, event in enumerate(events) if event["event"] == "checkpoint" and saved and event["step"] == saved.step]
     for event in events[places[-1] + 1 if places else 0 :] if places or not saved else []:
-        if event["event"] == "visits_lost":
+        if event["event"] == "visits_lost" and not event["void"]:
             counts[event["reason"]] += event["num_visits"]
     told = ", ".join(f"{reason} {n:,}" for reason, n in sorted(counts.items()) if n)
     return [f"asked again: {told}"] if told else []
 
 
-def _discarded(past: History) -> list[str]:
-    if not past.discarded:
-        return []
-    trained = sum(int(row["batch/num_groups"]) for row in past.discarded)
-    judged = sum(int(row["batch/num_visits"]) for row in past.discarded)
-    return [
-        f"discarded by going back to a checkpoint: {len(past.discarded)} steps, in which {judged:,} visits were judged and {trained:,} trained"
-    ]
+def _discarded(past: History, events: Sequence[Row]) -> list[str]:
+    lines = []
+    if past.discarded:
+        trained = sum(int(row["batch/num_groups"]) for row in past.discarded)
+        judged = sum(int(row["batch/num_visits"]) for row in past.discarded)
+        lines = [
+            f"discarded by going back to a checkpoint: {len(past.discarded)} steps, in which {judged:,} visits were judged and "
+            f"{trained:,} trained"
+        ]
+    back = [event for event in events if event["event"] == "rolled_back"]
+    causes = Counter(event["cause"] for event in back)
+    if back:
+        told = ", ".join(f"{cause} ({n})" for cause, n in causes.most_common())
+        lines.append(f"went back by itself {len(back)} times: {told}")
+    return lines
 
 
 def _prompts(saved: Saved) -> list[str]:
@@ -182,7 +191,7 @@ def _stuck(saved: Saved, events: Sequence[Row]) -> list[str]:
         if now - e.since >= limit
     }
     for event in events:
-        known = event["event"] == "visit_stuck" and event["step"] > saved.step
+        known = event["event"] == "visit_stuck" and event["step"] > saved.step and not event["void"]
         if known and (event["order"] in entries or event["order"] >= saved.ledger["num_picks"]):
             where = "" if event["order"] in entries else ", unknown to the checkpoint"
             lines[event["order"]] = (

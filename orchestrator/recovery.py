@@ -113,6 +113,12 @@ class Lives:
         self._faults: dict[tuple[int, str], Fault] = {}  # that were recovered from, by step and cause
         self._stopping = False
         self._closed = False  # the job is
+        self._unwritten: list[str] = []  # by lives that are over
+
+    @property
+    def unwritten(self) -> list[str]:
+        """As ``Job.unwritten``, of all lives."""
+        return [*self._unwritten, *self.job.unwritten]
 
     def stop(self) -> bool:
         """As ``Job.stop``; and no other life begins."""
@@ -160,9 +166,8 @@ class Lives:
             if cause is None or (last is None and not job.started):
                 raise
             if self._stopping:
-                stands = job.checkpoint.name if job.checkpoint else "no checkpoint"
                 job.event("stopped", reason=reason, detail=detail_of(error))
-                job.view.line(f"{reason}; the run was to end, and {stands} stands")
+                job.view.line(f"warning: {reason}; the run was to end: {job.what_stands()}")
                 return "stopped"
             fault = Fault(job.mark().step + 1, cause, reason, detail_of(error))
             if (fault.step, fault.cause) in self._faults:
@@ -183,6 +188,7 @@ class Lives:
         except (InputError, OSError, DeadlinePassed, RayError) as error:
             raise RunStopped(f"{fault.reason}; and the run cannot go back to a checkpoint: {error}") from error
         self.job, self._closed = job, False
+        self._unwritten += dead.unwritten
         del dead
         gc.collect()  # its parts know each other; until they are gone its groups stay in Ray's object store
         after = job.mark()
