@@ -4,6 +4,7 @@ sandbox."""
 import os
 
 import pytest
+from hypothesis import settings
 
 for name, value in {
     "OMP_NUM_THREADS": "1",  # two cores are shared by engine, learner and driver; libgomp's barriers spin
@@ -13,6 +14,9 @@ for name, value in {
     "HF_DATASETS_OFFLINE": "1",
 }.items():
     os.environ.setdefault(name, value)
+
+settings.register_profile("limen", deadline=None)  # of one example: on a machine with other work to do it says nothing
+settings.load_profile("limen")
 
 
 @pytest.fixture(params=["namespaces", "landlock"])
