@@ -1,12 +1,13 @@
 """Which answers a prompt has been given how often: eight of them by their hash, the rest in one number.
 
-Only prompts that were asked take up a row, so ten million prompts cost what those asked of them cost.
+Only prompts that were asked take up a row, so ten million prompts cost what those asked of them cost: the rows are zeros, in memory that
+the system gives as they are written.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,33 +22,37 @@ class AnswerCounts:
     def __init__(self, num_prompts: int) -> None:
         self._row = np.full(num_prompts, -1, dtype=np.int32)
         self._num_rows = 0
-        self._hashes = np.zeros((0, SLOTS), dtype=np.uint64)
-        self._counts = np.zeros((0, SLOTS), dtype=np.uint32)  # a slot of count 0 is free
-        self._others = np.zeros(0, dtype=np.uint32)
+        self._hashes = np.zeros((num_prompts, SLOTS), dtype=np.uint64)
+        self._counts = np.zeros((num_prompts, SLOTS), dtype=np.uint32)  # a slot of count 0 is free
+        self._others = np.zeros(num_prompts, dtype=np.uint32)
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in (self._row, self._hashes, self._counts, self._others))
+        """Of the rows in use."""
+        return self._row.nbytes + sum(array[: self._num_rows].nbytes for array in (self._hashes, self._counts, self._others))
 
-    def add(self, prompt: int, answers: Iterable[int]) -> None:
-        """The answers of one group. Where no slot is free, one that this group gave more often than the rarest kept one was ever given
-        takes its place; the others are counted together."""
-        given = Counter(answers)
-        if not given:
-            return
-        row = self._row_of(prompt)
-        hashes, counts, others = self._hashes[row].tolist(), self._counts[row].tolist(), int(self._others[row])
-        for answer, count in given.items():
-            taken = [slot for slot in range(SLOTS) if counts[slot] and hashes[slot] == answer]
-            slot = taken[0] if taken else counts.index(min(counts))
-            if taken:
-                counts[slot] += count
-            elif count > counts[slot]:
-                others += counts[slot]
-                hashes[slot], counts[slot] = answer, count
-            else:
-                others += count
-        self._hashes[row], self._counts[row], self._others[row] = hashes, counts, others
+    def add(self, prompts: Sequence[int], groups: Sequence[Iterable[int]]) -> None:
+        """The answers of groups, one after the other. Where no slot is free, one that a group gave more often than the rarest kept one was
+        ever given takes its place; the others are counted together."""
+        self._change(prompts, groups, _count_in)
+
+    def take_out(self, prompts: Sequence[int], groups: Sequence[Iterable[int]]) -> None:
+        """Groups that were added and do not stand. No answer is then counted more often than the others gave it."""
+        self._change(prompts, groups, _count_out)
+
+    def _change(
+        self, prompts: Sequence[int], groups: Sequence[Iterable[int]], change: Callable[[Counter[int], list[int], list[int]], int]
+    ) -> None:
+        """The rows are read and written at once: one by one that takes ten times as long."""
+        given = [(prompt, Counter(answers)) for prompt, answers in zip(prompts, groups, strict=True)]
+        given = [(prompt, answers) for prompt, answers in given if answers]
+        rows = np.array([self._row_of(prompt) for prompt, _ in given], dtype=np.int64)
+        rows, places = np.unique(rows, return_inverse=True)
+        hashes, counts, others = (array[rows].tolist() for array in (self._hashes, self._counts, self._others))
+        for place, (_, answers) in zip(places.tolist(), given, strict=True):
+            others[place] += change(answers, hashes[place], counts[place])
+        if given:
+            self._hashes[rows], self._counts[rows], self._others[rows] = np.array(hashes, dtype=np.uint64), counts, others
 
     def of(self, prompt: int) -> tuple[dict[int, int], int]:
         """Counts by hash, the most frequent first, and how many answers were others."""
@@ -59,16 +64,9 @@ class AnswerCounts:
 
     def _row_of(self, prompt: int) -> int:
         if self._row[prompt] < 0:
-            if self._num_rows == len(self._others):
-                self._grow(self._num_rows // 8 + 64)
             self._row[prompt] = self._num_rows
             self._num_rows += 1
         return int(self._row[prompt])
-
-    def _grow(self, num_rows: int) -> None:
-        more = ((0, num_rows), (0, 0))
-        self._hashes, self._counts = np.pad(self._hashes, more), np.pad(self._counts, more)
-        self._others = np.pad(self._others, more[:1])
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -88,4 +86,39 @@ class AnswerCounts:
         self._row[:] = -1
         self._num_rows = int(there.sum())
         self._row[prompts[there]] = np.arange(self._num_rows)
-        self._hashes, self._counts, self._others = (arrays[f"answer_{name}"][there] for name in ("hashes", "counts", "others"))
+        for name, mine in (("hashes", self._hashes), ("counts", self._counts), ("others", self._others)):
+            mine[: self._num_rows] = arrays[f"answer_{name}"][there]
+            mine[self._num_rows :] = 0
+
+
+def _count_in(given: Counter[int], hashes: list[int], counts: list[int]) -> int:
+    """Changes the slots of one prompt. Returns by how much the number of other answers grows."""
+    others = 0
+    for answer, count in given.items():
+        slot = _slot_of(answer, hashes, counts)
+        if slot is not None:
+            counts[slot] += count
+            continue
+        slot = counts.index(min(counts))
+        if count > counts[slot]:
+            others += counts[slot]
+            hashes[slot], counts[slot] = answer, count
+        else:
+            others += count
+    return others
+
+
+def _count_out(given: Counter[int], hashes: list[int], counts: list[int]) -> int:
+    """The reverse: what an answer's slot does not hold of it is among the others."""
+    others = 0
+    for answer, count in given.items():
+        slot = _slot_of(answer, hashes, counts)
+        held = 0 if slot is None else min(count, counts[slot])
+        if slot is not None:
+            counts[slot] -= held
+        others -= count - held
+    return others
+
+
+def _slot_of(answer: int, hashes: list[int], counts: list[int]) -> int | None:
+    return next((slot for slot, kept in enumerate(hashes) if kept == answer and counts[slot]), None)

@@ -14,14 +14,16 @@ has the visits since before it again.
 
 A surplus visit is queued again, not dropped: which visits beyond a full batch were asked depends on what finished first, and
 dropping them would let the clock decide which prompts a run sees. For the same reason what the groups of a step say of their prompts
-(pass rates, answers) is taken up when the step closes, in pick order; no group is judged by a posterior that holds its own result.
+(pass rates, answers) is taken up when the step closes, in pick order; no group is judged by a posterior that holds its own result. Where
+a group that was kept is asked for again after that, what it said is taken out as the next step closes: each visit speaks once.
 """
 
 from __future__ import annotations
 
 import bisect
+import functools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -108,6 +110,15 @@ class Length:
         return whole * -(-self.visits_per_epoch // self.groups_per_step) + -(-part // self.groups_per_step)
 
 
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What the group of a visit said of its prompt."""
+
+    visit: Visit
+    observation: Observation
+    version: int | None  # as of which it was taken up; None where that is still to come
+
+
 class Ledger:
     """Visits of the training prompts of one run, and what they have shown of these."""
 
@@ -141,8 +152,10 @@ class Ledger:
         self._epoch_order: tuple[int, NDArray[np.int32]] | None = None
         self._open: dict[Visit, Entry] = {}
         self._again: list[Entry] = []  # in the order of their picks
-        self._observed: dict[int, tuple[Visit, Observation]] = {}  # in the step in hand, by the order of the pick
-        self._dropped: dict[int, tuple[Entry, str]] = {}  # likewise, with the reason
+        self._observed: dict[int, Shown] = {}  # in the step in hand, by the order of the pick
+        self._taken_up: dict[int, Shown] = {}  # by an earlier step, of visits that are still open
+        self._void: dict[int, Shown] = {}  # likewise, but the visit is asked again: to be taken out
+        self._dropped: dict[int, tuple[Entry, str]] = {}  # in the step in hand, with the reason
         self.counts: Counter[str] = Counter()  # picked, kept, trained, dropped/<reason>, requeued/<reason>
 
     @property
@@ -174,6 +187,10 @@ class Ledger:
         epoch = self._epoch_order[1].nbytes if self._epoch_order else 0
         return self.prompts.nbytes + self.rates.nbytes + self.answers.nbytes + self._num_visits.nbytes + epoch
 
+    def num_again_before(self, order: int) -> int:
+        """Visits queued again whose place is before ``order``."""
+        return bisect.bisect_left(self._again, order, key=_order)
+
     def step_budget(self) -> int | None:
         """How many new visits the step that starts now may pick; None where nothing bounds them.
 
@@ -182,7 +199,9 @@ class Ledger:
         left = None if self._max_visits is None else self._max_visits - self._num_picks + len(self._again)
         if self._length.last_batch is not LastBatch.keep:
             return left
-        to_epoch_end = self._length.visits_per_epoch - self._num_picks % self._length.visits_per_epoch + len(self._again)
+        oldest = min(map(_order, [*self._again[:1], *self._open.values()]), default=self._num_picks)
+        end = (oldest // self._length.visits_per_epoch + 1) * self._length.visits_per_epoch  # of the epoch that has not ended
+        to_epoch_end = max(0, end - self._num_picks) + self.num_again_before(end)
         return to_epoch_end if left is None else min(left, to_epoch_end)
 
     # ---- what becomes of a visit ------------------------------------------------------------------------------------
@@ -218,7 +237,7 @@ class Ledger:
     def score(self, visit: Visit, observation: Observation) -> None:
         """Its group has its scores. What they say of the prompt is taken up when the step closes."""
         order = self._move(visit, State.FINISHED, State.SCORED).pick.order
-        self._observed[order] = (visit, observation)
+        self._observed[order] = Shown(visit, observation, None)
 
     def keep(self, visit: Visit) -> None:
         """Its group passed selection."""
@@ -230,19 +249,20 @@ class Ledger:
         for visit in visits:
             self._entry(visit, State.KEPT)
         for visit in visits:
-            del self._open[visit]
+            self._taken_up.pop(self._open.pop(visit).pick.order, None)
         self.counts["trained"] += len(visits)
 
     def drop(self, visit: Visit, reason: str) -> None:
         """It will not be trained, for a reason that is counted."""
         entry = self._entry(visit, *State)
         del self._open[visit]
+        self._taken_up.pop(entry.pick.order, None)
         self._dropped[entry.pick.order] = (entry, reason)
         self.counts[f"dropped/{reason}"] += 1
 
     def requeue(self, visit: Visit, reason: str) -> None:
-        """Its group is lost or surplus; it keeps its number and its place in the order, and is picked before new visits. What an
-        earlier step has taken up of it stays."""
+        """Its group is lost or surplus; it keeps its number and its place in the order, and is picked before new visits. What its group
+        said of the prompt does not count."""
         entry = self._entry(visit, *State)
         del self._open[visit]
         self.counts["kept"] -= entry.state is State.KEPT
@@ -262,6 +282,8 @@ class Ledger:
 
     def _ask_again(self, entry: Entry, reason: str) -> None:
         self._observed.pop(entry.pick.order, None)  # it will be scored anew
+        if entry.pick.order in self._taken_up:
+            self._void[entry.pick.order] = self._taken_up.pop(entry.pick.order)
         bisect.insort(self._again, replace(entry, state=State.PICKED), key=_order)
         self.counts[f"requeued/{reason}"] += 1
 
@@ -282,18 +304,31 @@ class Ledger:
     def close_step(self, version: int) -> list[Entry]:
         """Takes up what the step's groups, made by ``version``, showed of their prompts. Returns the visits that have now been open
         for ``stuck_after_steps`` steps."""
-        groups = [self._observed[order] for order in sorted(self._observed)]
-        prompts = self.prompts.find([visit.prompt_id for visit, _ in groups])
-        of_groups = [(observation.num_right, observation.num_valid) for _, observation in groups]
-        right, valid = np.array(of_groups, dtype=np.int64).reshape(-1, 2).T
+        void, void_prompts, right, valid = self._in_order(self._void)
+        added = np.array([shown.version for shown in void], dtype=np.int64)
+        self.rates.take_out(void_prompts, right, valid, added, version)
+        self.answers.take_out(void_prompts.tolist(), [shown.observation.answers for shown in void])
+        groups, prompts, right, valid = self._in_order(self._observed)
         self.rates.add(prompts, right, valid, version)
-        for prompt, (_, observation) in zip(prompts.tolist(), groups, strict=True):
-            self.answers.add(prompt, observation.answers)
+        self.answers.add(prompts.tolist(), [shown.observation.answers for shown in groups])
+        self._taken_up |= {
+            order: replace(shown, version=version) for order, shown in self._observed.items() if shown.visit in self._open
+        }
+        self._void.clear()
         self._observed.clear()
         self._dropped.clear()
         self._num_steps += 1
         stuck = self._num_steps - self._config.stuck_after_steps
         return sorted((entry for entry in self._open.values() if entry.since == stuck), key=_order)
+
+    def _in_order(
+        self, shown: Mapping[int, Shown]
+    ) -> tuple[list[Shown], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+        """By the order of the picks: what was shown, the places of the prompts, right completions and valid ones."""
+        groups = [shown[order] for order in sorted(shown)]
+        of_groups = [(group.observation.num_right, group.observation.num_valid) for group in groups]
+        right, valid = np.array(of_groups, dtype=np.int64).reshape(-1, 2).T
+        return groups, self.prompts.find([group.visit.prompt_id for group in groups]), right, valid
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -305,10 +340,9 @@ class Ledger:
             "num_steps": self._num_steps,
             "open": [_row(entry) for entry in sorted(self._open.values(), key=_order)],
             "again": [_row(entry) for entry in self._again],
-            "observed": [
-                [order, visit.prompt_id, visit.number, seen.num_right, seen.num_valid, list(seen.answers)]
-                for order, (visit, seen) in sorted(self._observed.items())
-            ],
+            "observed": _shown_rows(self._observed),
+            "taken_up": _shown_rows(self._taken_up),
+            "void": _shown_rows(self._void),
             "dropped": [[*_row(entry), reason] for _, (entry, reason) in sorted(self._dropped.items())],
             "counts": dict(self.counts),
             "strata": self._strata,
@@ -317,8 +351,16 @@ class Ledger:
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """What is known of every prompt that was asked, one row each in the order of the data, and of the strata."""
-        places = np.flatnonzero(self._num_visits)
-        own: dict[str, NDArray[Any]] = {"prompt": self.prompts.hashes_of(places), "num_visits": self._num_visits[places]}
+        return self.snapshot()()
+
+    def snapshot(self) -> Callable[[], dict[str, NDArray[Any]]]:
+        """What makes ``arrays`` as of now, in a thread (seconds at ten million prompts): meanwhile visits may be picked and move, but no
+        step may close."""
+        return functools.partial(self._arrays, self._num_visits.copy())
+
+    def _arrays(self, num_visits: NDArray[np.int32]) -> dict[str, NDArray[Any]]:
+        places = np.flatnonzero(num_visits)
+        own: dict[str, NDArray[Any]] = {"prompt": self.prompts.hashes_of(places), "num_visits": num_visits[places]}
         return own | self.rates.arrays(places) | self.answers.arrays(places)
 
     def restore(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -341,11 +383,10 @@ class Ledger:
         self._again = sorted([*map(read_entry, state["again"]), *in_flight], key=_order)
         self._dropped = {row[0]: (read_entry(row[:-1]), row[-1]) for row in state["dropped"]}
         asked_again = {entry.pick.order for entry in in_flight}
-        self._observed = {
-            order: (Visit(prompt_id, number, Purpose.TRAIN), Observation(num_right, num_valid, tuple(answers)))
-            for order, prompt_id, number, num_right, num_valid, answers in state["observed"]
-            if order not in asked_again
-        }
+        self._observed = {order: shown for order, shown in _read_shown(state["observed"]) if order not in asked_again}
+        taken_up = dict(_read_shown(state["taken_up"]))
+        self._void = dict(_read_shown(state["void"])) | {order: taken_up.pop(order) for order in asked_again & taken_up.keys()}
+        self._taken_up = taken_up
         self.counts = Counter(state["counts"])
 
 
@@ -355,6 +396,27 @@ def _order(entry: Entry) -> int:
 
 def _row(entry: Entry) -> list[Any]:
     return [entry.pick.order, entry.pick.visit.prompt_id, entry.pick.visit.number, str(entry.state), entry.since]
+
+
+def _shown_rows(shown: Mapping[int, Shown]) -> list[list[Any]]:
+    return [
+        [
+            order,
+            s.visit.prompt_id,
+            s.visit.number,
+            s.version,
+            s.observation.num_right,
+            s.observation.num_valid,
+            list(s.observation.answers),
+        ]
+        for order, s in sorted(shown.items())
+    ]
+
+
+def _read_shown(rows: Iterable[Sequence[Any]]) -> Iterator[tuple[int, Shown]]:
+    for order, prompt_id, number, version, num_right, num_valid, answers in rows:
+        seen = Observation(num_right, num_valid, tuple(answers))
+        yield order, Shown(Visit(prompt_id, number, Purpose.TRAIN), seen, version)
 
 
 def read_entry(row: Sequence[Any]) -> Entry:

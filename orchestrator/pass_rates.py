@@ -66,17 +66,32 @@ class PassRates:
 
     def add(self, prompts: NDArray[Any], right: NDArray[Any], valid: NDArray[Any], version: int) -> None:
         """Groups that ``version`` made, added in the order given: [num_groups] each. One without a valid completion says nothing."""
+        self._weigh_in(prompts, right, valid, np.ones(len(prompts)), version)
+
+    def take_out(
+        self, prompts: NDArray[Any], right: NDArray[Any], valid: NDArray[Any], added: NDArray[np.int64], version: int
+    ) -> None:
+        """At ``version``, groups that were added at the versions ``added`` and do not stand."""
+        self._weigh_in(prompts, right, valid, -self._decay(version - added), version)
+        for array in (self._right, self._seen, self._sums):
+            np.maximum(array, 0, out=array)  # nothing less rounding
+
+    def _weigh_in(
+        self, prompts: NDArray[Any], right: NDArray[Any], valid: NDArray[Any], weight: NDArray[np.float64], version: int
+    ) -> None:
         some = valid > 0
-        prompts, right, valid = prompts[some], right[some], valid[some].astype(np.float64)
+        prompts, right, weight = prompts[some], right[some], weight[some]
+        valid = valid[some].astype(np.float64)
         touched = np.unique(prompts)
         decay = self._decay(version - self._version[touched])
         for counts, more in ((self._right, right), (self._seen, valid)):
             counts[touched] = counts[touched] * decay
-            np.add.at(counts, prompts, more.astype(np.float32))
+            np.add.at(counts, prompts, (weight * more).astype(np.float32))
         self._version[touched] = version
         self._sums *= self._decay(version - self._as_of)
         self._as_of = version
-        np.add.at(self._sums, self.stratum[prompts], np.stack([np.ones_like(valid), valid, right, right**2 / valid], axis=1))
+        terms = np.stack([np.ones_like(valid), valid, right, right**2 / valid], axis=1)
+        np.add.at(self._sums, self.stratum[prompts], weight[:, None] * terms)
 
     def priors(self, version: int) -> NDArray[np.float64]:
         """[num_strata, 2]: a and b of the prior of each stratum."""

@@ -199,6 +199,71 @@ def test_only_a_drop_of_the_step_in_hand_is_taken_back():
     assert ledger.num_open == 2
 
 
+def test_where_batches_are_kept_short_no_step_reaches_over_the_end_of_an_epoch():
+    """Ten prompts, four a step, eight asked at once: what is surplus at the end of the first epoch is the last step's, and alone."""
+    ledger = make(last=LastBatch.keep, max_visits=20)
+    assert ledger.step_budget() == 10
+    picks = ledger.pick(8)
+    advance(ledger, [pick.visit for pick in picks[:4]])
+    for pick in picks[4:]:
+        ledger.requeue(pick.visit, "surplus")
+    ledger.train([pick.visit for pick in picks[:4]])
+    assert ledger.step_budget() == 6
+    second = ledger.pick(6)
+    assert [pick.order for pick in second] == [4, 5, 6, 7, 8, 9]
+    advance(ledger, [pick.visit for pick in second[:5]])
+    ledger.train([pick.visit for pick in second[:4]])
+    assert ledger.step_budget() == 0, "one is kept and one runs, both of the first epoch"
+    ledger.requeue(second[5].visit, "surplus")
+    assert ledger.step_budget() == 1
+    assert ledger.pick(1) == [second[5]]
+    ledger.drop(second[5].visit, "x")
+    ledger.train([second[4].visit])
+    assert ledger.step_budget() == 10
+
+
+def test_a_kept_group_that_is_asked_again_after_its_step_speaks_once():
+    """An unproven engine made it: what it said is taken out as the next step closes, and what the second one says is taken up."""
+    ledger = make()
+    visit = ledger.pick(1)[0].visit
+    advance(ledger, [visit], State.KEPT, Observation(3, 4, (5, 5, 6)))
+    ledger.close_step(0)
+    state, arrays = json.loads(json.dumps(ledger.state())), ledger.arrays()
+    place = int(ledger.prompts.find([visit.prompt_id])[0])
+    assert ledger.answers.of(place) == ({5: 2, 6: 1}, 0)
+
+    ledger.requeue(visit, "unproven")
+    ledger.pick(1)
+    advance(ledger, [visit], State.KEPT, Observation(1, 4, (6, 7)))
+    ledger.close_step(50)  # a half-life later
+    assert ledger.answers.of(place) == ({6: 1, 7: 1}, 0)
+    once = make()
+    assert once.pick(1)[0].visit == visit
+    advance(once, [visit], State.KEPT, Observation(1, 4, (6, 7)))
+    once.close_step(50)
+    np.testing.assert_allclose(ledger.rates.posteriors(np.arange(10), 60), once.rates.posteriors(np.arange(10), 60), atol=1e-6)
+    ledger.train([visit])
+    ledger.close_step(51)
+    assert seen_of(ledger, visit.prompt_id, 51) == pytest.approx(4 * 2 ** (-1 / 50), abs=1e-5), "a trained one stays"
+
+    resumed = make()  # from where it was kept: likewise
+    resumed.restore(state, arrays)
+    resumed.requeue(visit, "late")
+    resumed.close_step(1)
+    assert seen_of(resumed, visit.prompt_id, 1) == 0
+    assert resumed.answers.of(place) == ({}, 0)
+
+
+def test_visits_are_picked_while_a_checkpoint_is_copied():
+    ledger = make()
+    ledger.pick(3)
+    before, copy = ledger.arrays(), ledger.snapshot()
+    ledger.pick(12)
+    after = copy()
+    assert {name: array.tobytes() for name, array in after.items()} == {name: array.tobytes() for name, array in before.items()}
+    assert after["num_visits"].tolist() == [1, 1, 1]
+
+
 def seen_of(ledger, prompt_id, version=0):
     """Decayed completions behind a prompt's posterior."""
     place = ledger.prompts.find([prompt_id])

@@ -3,8 +3,10 @@ the present state each visit was trained at most once, none is lost, and no more
 
 from __future__ import annotations
 
+import copy
 import io
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -31,6 +33,9 @@ class LedgerHistory(RuleBasedStateMachine):
         self.at = {}  # order -> state of an open visit
         self.steps = 0
         self.of_step = {}  # order -> reason, of the drops of the step in hand
+        self.shown = {}  # order -> (right, answer), of the groups scored in it
+        self.known = {}  # order -> (right, answer, step), of those taken up that stand
+        self.void = set()  # orders of those that no longer do: they go when the step ends
         self.ledger = self.make()
         self.saved = [self.snapshot()]
 
@@ -69,6 +74,7 @@ class LedgerHistory(RuleBasedStateMachine):
                 self.ledger.finish(self.visit(order))
             case State.FINISHED:
                 self.ledger.score(self.visit(order), Observation(right, 4, (answer,)))
+                self.shown[order] = (right, answer)
             case State.SCORED:
                 self.ledger.keep(self.visit(order))
         self.at[order] = list(State)[list(State).index(state) + 1]
@@ -80,9 +86,11 @@ class LedgerHistory(RuleBasedStateMachine):
                 (
                     lambda visit: self.ledger.run([visit]),
                     self.ledger.finish,
-                    lambda visit: self.ledger.score(visit, Observation(1, 4, ())),
+                    lambda visit: self.ledger.score(visit, Observation(1, 4, (3,))),
                     self.ledger.keep,
                 )[place](self.visit(order))
+                if place == 2:
+                    self.shown[order] = (1, 3)
             self.at[order] = State.KEPT
 
     @rule(data=st.data())
@@ -108,7 +116,12 @@ class LedgerHistory(RuleBasedStateMachine):
         order = self.choose(data, *State)
         if order is not None:
             self.ledger.requeue(self.visit(order), reason)
+            self.is_void(order)
             del self.at[order]
+
+    def is_void(self, order):
+        if self.shown.pop(order, None) is None and order in self.known:
+            self.void.add(order)
 
     @rule(data=st.data())
     def surplus_is_taken_back(self, data):
@@ -117,12 +130,18 @@ class LedgerHistory(RuleBasedStateMachine):
             pick = next(entry.pick for entry, _ in self.ledger._dropped.values() if entry.pick.order == order)
             self.ledger.take_back(pick, self.of_step.pop(order))
             del self.ended[order]
+            self.is_void(order)
 
     @rule()
     def the_step_ends(self):
         self.steps += 1
         self.ledger.close_step(self.steps)
         self.of_step.clear()
+        for order in self.void:
+            del self.known[order]
+        self.known |= {order: (*shown, self.steps) for order, shown in self.shown.items()}
+        self.void.clear()
+        self.shown.clear()
 
     # ---- what is not allowed
 
@@ -139,8 +158,8 @@ class LedgerHistory(RuleBasedStateMachine):
     def snapshot(self):
         file = io.BytesIO()
         np.savez(file, **self.ledger.arrays())
-        model = (dict(self.ended), dict(self.at), self.steps, dict(self.of_step))
-        return json.dumps(self.ledger.state()), file.getvalue(), model
+        model = (self.ended, self.at, self.steps, self.of_step, self.shown, self.known, self.void)
+        return json.dumps(self.ledger.state()), file.getvalue(), copy.deepcopy(model)
 
     @rule()
     def saves(self):
@@ -150,12 +169,14 @@ class LedgerHistory(RuleBasedStateMachine):
     def goes_back(self, data, alive):
         """To the newest checkpoint or, where that is damaged, an earlier one: in the same process, or after a crash in another."""
         del self.saved[data.draw(st.integers(max(1, len(self.saved) - 2), len(self.saved))) :]
-        state, arrays, (ended, at, self.steps, of_step) = self.saved[-1]
+        state, arrays, model = self.saved[-1]
+        self.ended, at, self.steps, self.of_step, self.shown, self.known, self.void = copy.deepcopy(model)
         self.ledger = self.ledger if alive else self.make()
         with np.load(io.BytesIO(arrays)) as loaded:
             self.ledger.restore(json.loads(state), dict(loaded))
-        self.ended, self.of_step = dict(ended), dict(of_step)
         self.at = {order: state for order, state in at.items() if state is State.KEPT}
+        for order in at.keys() - self.at.keys():
+            self.is_void(order)
         if not alive:
             assert {name: array.tobytes() for name, array in self.ledger.arrays().items()} == {
                 name: array.tobytes() for name, array in np.load(io.BytesIO(arrays)).items()
@@ -184,6 +205,26 @@ class LedgerHistory(RuleBasedStateMachine):
         assert counts["trained"] == sum(end == "trained" for end in self.ended.values())
         assert counts["dropped/x"] == sum(end == "dropped" for end in self.ended.values())
         assert counts["picked"] == self.ledger.state()["num_picks"]
+
+    @invariant()
+    def each_visit_that_stands_speaks_once(self):
+        """Of every prompt what is known is what its groups said, weighed by their age: none twice, none that was asked again."""
+        version = self.steps + 1
+        a, b = (self.ledger.rates.posteriors(np.arange(len(IDS)), version) - self.prior(version)).T
+        for place, prompt in enumerate(IDS):
+            groups = [(shown, self.seen[order].prompt_id) for order, shown in self.known.items()]
+            mine = [shown for shown, name in groups if name == prompt]
+            weights = [2 ** (-(version - step) / LedgerConfig().half_life_versions) for _, _, step in mine]
+            right = sum(w * right for w, (right, _, _) in zip(weights, mine, strict=True))
+            assert a[place] == pytest.approx(right, abs=1e-4)
+            assert a[place] + b[place] == pytest.approx(4 * sum(weights), abs=1e-4)
+            kept, others = self.ledger.answers.of(place)
+            assert sum(kept.values()) + others == len(mine)
+            given = Counter(answer for _, answer, _ in mine)
+            assert all(count <= given[answer] for answer, count in kept.items())
+
+    def prior(self, version):
+        return self.ledger.rates.priors(version)[self.ledger.rates.stratum]
 
     @invariant()
     def visits_of_a_prompt_are_numbered_without_gaps(self):

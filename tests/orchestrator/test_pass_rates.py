@@ -49,6 +49,17 @@ def test_decay_worked_by_hand():
     np.testing.assert_allclose(rates.priors(400), [[1, 1]], rtol=1e-9), "and in the end nothing is known"
 
 
+def test_taking_groups_out_worked_by_hand():
+    """A half-life of 2. At version 2 the group of version 0 weighs 1/2, right and wrong, and goes; that of version 2 stays."""
+    rates = rates_of([0, 0], (0, 3, 4, 0), (0, 1, 4, 2), (1, 4, 4, 2), half_life=2.0)
+    np.testing.assert_allclose((rates.posteriors(np.array([0]), 2) - rates.priors(2)), [[1.5 + 1, 0.5 + 3]], atol=1e-6)
+    rates.take_out(np.array([0]), np.array([3]), np.array([4]), np.array([0]), 2)
+    alone = rates_of([0, 0], (0, 1, 4, 2), (1, 4, 4, 2), half_life=2.0)
+    np.testing.assert_allclose(rates.posteriors(np.arange(2), 5), alone.posteriors(np.arange(2), 5), atol=1e-6)
+    rates.take_out(np.array([0, 1]), np.array([1, 4]), np.array([4, 4]), np.array([2, 2]), 3)
+    np.testing.assert_allclose(rates.posteriors(np.arange(2), 3), [[1, 1], [1, 1]], atol=1e-6)
+
+
 def exact_prior(groups, size):
     """The docstring's formula in exact fractions, from the deviations themselves rather than from sums of squares."""
     # The group that Beta(1, 1) adds: mean 1/2, and the mean square of its x/n about any m is that of a beta-binomial with rho = 1/3.
@@ -135,11 +146,11 @@ def test_only_verdicts_count():
 
 def test_answers_are_counted_and_the_rare_ones_together():
     answers = AnswerCounts(3)
-    answers.add(1, [*range(8), 0, 0])  # 0 three times, 1 to 7 once each: full
+    answers.add([1], [[*range(8), 0, 0]])  # 0 three times, 1 to 7 once each: full
     assert answers.of(1) == ({0: 3} | dict.fromkeys(range(1, 8), 1), 0)
-    answers.add(1, [100])  # not above the rarest
+    answers.add([1], [[100]])  # not above the rarest
     assert answers.of(1)[1] == 1
-    answers.add(1, [2**64 - 1] * 2 + [7])  # takes the place of answer 1, the first of the rarest
+    answers.add([1], [[2**64 - 1] * 2 + [7]])  # takes the place of answer 1, the first of the rarest
     kept, others = answers.of(1)
     assert kept == {0: 3, 2**64 - 1: 2, 7: 2} | dict.fromkeys(range(2, 7), 1)
     assert others == 2
@@ -151,9 +162,9 @@ def test_no_answer_is_lost(groups):
     """Kept and others add up to what was given; nothing is overstated; a prompt with at most eight answers keeps each exactly."""
     answers, given = AnswerCounts(3), {prompt: [] for prompt in range(3)}
     for group in groups:
-        for prompt in range(3):
-            of_prompt = [answer for of, answer in group if of == prompt]
-            answers.add(prompt, of_prompt)
+        by_prompt = [[answer for of, answer in group if of == prompt] for prompt in range(3)]
+        answers.add(range(3), by_prompt)
+        for prompt, of_prompt in enumerate(by_prompt):
             given[prompt] += of_prompt
     for prompt, all_given in given.items():
         kept, others = answers.of(prompt)
@@ -162,3 +173,21 @@ def test_no_answer_is_lost(groups):
         assert all(count <= all_given.count(answer) for answer, count in kept.items())
         if len(set(all_given)) <= SLOTS:
             assert kept == {answer: all_given.count(answer) for answer in set(all_given)}
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 20), max_size=8), max_size=20),
+    st.lists(st.lists(st.integers(0, 20), max_size=8), max_size=6),
+)
+def test_answers_that_do_not_stand_are_taken_out(standing, void):
+    """The rest still adds up, and no answer is counted more often than it was given."""
+    answers = AnswerCounts(1)
+    answers.add([0] * len(void), void)
+    answers.add([0] * len(standing), standing)
+    answers.take_out([0] * len(void), void)
+    given = [answer for group in standing for answer in group]
+    kept, others = answers.of(0)
+    assert sum(kept.values()) + others == len(given)
+    assert all(count <= given.count(answer) for answer, count in kept.items())
+    if len({answer for group in [*void, *standing] for answer in group}) <= SLOTS:
+        assert kept == {answer: given.count(answer) for answer in set(given)}
