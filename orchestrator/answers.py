@@ -93,15 +93,17 @@ class AnswerCounts:
 
 def _count_in(given: Counter[int], hashes: list[int], counts: list[int]) -> int:
     """Changes the slots of one prompt. Returns by how much the number of other answers grows."""
-    others = 0
+    others, slots = 0, _slots(hashes, counts)
     for answer, count in given.items():
-        slot = _slot_of(answer, hashes, counts)
-        if slot is not None:
-            counts[slot] += count
+        if answer in slots:
+            counts[slots[answer]] += count
             continue
         slot = counts.index(min(counts))
         if count > counts[slot]:
-            others += counts[slot]
+            if counts[slot]:
+                others += counts[slot]
+                del slots[hashes[slot]]
+            slots[answer] = slot
             hashes[slot], counts[slot] = answer, count
         else:
             others += count
@@ -110,15 +112,15 @@ def _count_in(given: Counter[int], hashes: list[int], counts: list[int]) -> int:
 
 def _count_out(given: Counter[int], hashes: list[int], counts: list[int]) -> int:
     """The reverse: what an answer's slot does not hold of it is among the others."""
-    others = 0
+    others, slots = 0, _slots(hashes, counts)
     for answer, count in given.items():
-        slot = _slot_of(answer, hashes, counts)
-        held = 0 if slot is None else min(count, counts[slot])
-        if slot is not None:
-            counts[slot] -= held
+        held = min(count, counts[slots[answer]]) if answer in slots else 0
+        if held:
+            counts[slots[answer]] -= held
         others -= count - held
     return others
 
 
-def _slot_of(answer: int, hashes: list[int], counts: list[int]) -> int | None:
-    return next((slot for slot, kept in enumerate(hashes) if kept == answer and counts[slot]), None)
+def _slots(hashes: list[int], counts: list[int]) -> dict[int, int]:
+    """Where the answers that are kept apart are."""
+    return {hashes[slot]: slot for slot in range(SLOTS) if counts[slot]}

@@ -73,8 +73,9 @@ class PassRates:
     ) -> None:
         """At ``version``, groups that were added at the versions ``added`` and do not stand."""
         self._weigh_in(prompts, right, valid, -self._decay(version - added), version)
-        for array in (self._right, self._seen, self._sums):
-            np.maximum(array, 0, out=array)  # nothing less rounding
+        for counts in (self._right, self._seen):
+            counts[prompts] = np.maximum(counts[prompts], 0)  # nothing less rounding
+        np.maximum(self._sums, 0, out=self._sums)
 
     def _weigh_in(
         self, prompts: NDArray[Any], right: NDArray[Any], valid: NDArray[Any], weight: NDArray[np.float64], version: int

@@ -178,16 +178,18 @@ def test_no_answer_is_lost(groups):
 @given(
     st.lists(st.lists(st.integers(0, 20), max_size=8), max_size=20),
     st.lists(st.lists(st.integers(0, 20), max_size=8), max_size=6),
+    st.lists(st.lists(st.integers(0, 20), max_size=8), max_size=6),
 )
-def test_answers_that_do_not_stand_are_taken_out(standing, void):
+def test_answers_that_do_not_stand_are_taken_out(standing, void, later):
     """The rest still adds up, and no answer is counted more often than it was given."""
     answers = AnswerCounts(1)
     answers.add([0] * len(void), void)
     answers.add([0] * len(standing), standing)
     answers.take_out([0] * len(void), void)
-    given = [answer for group in standing for answer in group]
+    answers.add([0] * len(later), later)
+    given = [answer for group in [*standing, *later] for answer in group]
     kept, others = answers.of(0)
     assert sum(kept.values()) + others == len(given)
     assert all(count <= given.count(answer) for answer, count in kept.items())
-    if len({answer for group in [*void, *standing] for answer in group}) <= SLOTS:
+    if len({answer for group in [*void, *standing, *later] for answer in group}) <= SLOTS:
         assert kept == {answer: given.count(answer) for answer in set(given)}
