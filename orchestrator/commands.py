@@ -6,32 +6,25 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from ray.exceptions import RayError
 
 from configs.compose import dump_config
-from configs.errors import ConfigError
 from configs.schema import Config
 from learner.warm_start import base_model_path
 from orchestrator import cluster
 from orchestrator.checkpoint import find_checkpoint
-from orchestrator.console import evaluation_lines, printable
+from orchestrator.console import printable
 from orchestrator.departure import Departure
 from orchestrator.errors import RunStopped
-from orchestrator.evaluation import choose_prompts, evaluate
-from orchestrator.fleet import RayFleet, RayScorer
 from orchestrator.grace import leave, leave_after
 from orchestrator.job import Job
-from orchestrator.launch import Launcher, close_actors
-from orchestrator.material import ASKED, Material, gather_material, quiet_libraries, request_maker
+from orchestrator.material import Material, gather_material, quiet_libraries
 from orchestrator.recovery import Lives, detail_of
 from orchestrator.run_folder import forget_empty, locked, make_run_folder, write_whole
-from orchestrator.waits import DeadlinePassed, Waits
-from rollout.records import Purpose, Visit
-from rollout.sources import DataError
+from orchestrator.waits import DeadlinePassed
 
 EXIT_STOPPED, EXIT_SIGINT, EXIT_SIGTERM = 3, 130, 143
 LEAVE_S = 120.0  # for files and the Ray instance to be closed, beside the actors
@@ -165,107 +158,3 @@ def one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     text = " ".join(lines) if len(lines) <= MOST_LINES else " ".join([lines[0], "...", *lines[-MOST_LINES:]])
     return printable(text if isinstance(cause, DeadlinePassed) else f"{type(cause).__name__}: {text}", limit=1000)
-
-
-def evaluate_model(config: Config) -> int:
-    """pass@k and avg@k of a checkpoint, or of the base model, on the held-out prompts."""
-
-    async def ask(fleet: RayFleet, scorer: RayScorer, stuff: Material) -> int:
-        held_out = {prompt.id: prompt for prompt in choose_prompts(stuff.prompts.held_out, config.evaluation)}
-        if not held_out:
-            raise DataError(
-                "data.held_out_per_stratum: no prompt is held out, at most a fifth of a stratum is; there is nothing to ask"
-            )
-        result = await evaluate(
-            fleet,
-            scorer,
-            held_out,
-            Waits(),
-            num_samples=config.evaluation.num_samples,
-            version=0,
-            max_failed_share=config.reward.max_failed_share,
-            deadline_s=config.deadlines.evaluate_s,
-        )
-        for line in evaluation_lines(config.checkpoint_dir or config.model.path, None, result):
-            print(line)
-        return 0
-
-    return _with_engine(config, ask)
-
-
-def sample(config: Config) -> int:
-    """Completions of a checkpoint, or of the base model: for ``sample.prompts``, else for held-out prompts."""
-
-    async def ask(fleet: RayFleet, scorer: RayScorer, stuff: Material) -> int:
-        if config.sample.prompts:
-            chosen = [prompt.id for prompt in stuff.by_id.values() if prompt.source == ASKED]
-        else:
-            chosen = [prompt.id for prompt in stuff.prompts.held_out[: config.sample.num_prompts]]
-        finished = await fleet.evaluate([Visit(prompt_id, 0, Purpose.EVAL) for prompt_id in chosen])
-        for item in finished:
-            group = (await item.address.parcel)[item.address.place]
-            print(printable(stuff.by_id[group.visit.prompt_id].text))
-            for completion in group.completions:
-                print(f"  [{completion.num_tokens} tokens, {completion.finish}] {printable(completion.text)}")
-        return 0
-
-    return _with_engine(config, ask)
-
-
-def _with_engine(config: Config, ask: Callable[[RayFleet, RayScorer, Material], Awaitable[int]]) -> int:
-    """Starts rollout workers on a saved model and the reward pool, asks, and ends them."""
-    config.rollout.source_run = None  # a run that replays another is evaluated on its own data
-    stuff = gather_material(config, print)
-    model_path = str(saved_model(config.checkpoint_dir)) if config.checkpoint_dir else stuff.model_path
-    launcher = Launcher(config, stuff)
-
-    async def run() -> int:
-        waits, deadlines = Waits(), config.deadlines
-        interrupt = Interrupt(lambda: False, print)
-
-        def replace_pool(node: str, reason: str) -> Any:
-            print(f"warning: the reward pool of node {node} was lost and is made anew ({reason})")
-            return launcher.reward_pool(node)
-
-        try:
-            await launcher.reserve(with_ranks=False)
-            workers = [launcher.rollout_worker(i, model_path=model_path) for i in range(config.rollout.num_workers)]
-            pools = launcher.rewards()
-            started = asyncio.gather(*(actor.facts.remote() for actor in launcher.actors.values()))
-            await waits.wait(started, owner="actors", name="start", deadline_s=deadlines.start_s)
-            fleet = RayFleet(workers, request_maker(config, stuff), waits, deadlines.heartbeat_s)
-            answer = ask(fleet, RayScorer(pools, launcher.nodes, stuff.by_id, replace_pool), stuff)
-            try:
-                return await waits.wait(answer, owner="rollout workers", name="completions", deadline_s=deadlines.evaluate_s)
-            finally:
-                fleet.close()
-        except asyncio.CancelledError:
-            if interrupt.exit_code == 0:
-                raise
-            return interrupt.exit_code
-        except (DeadlinePassed, RayError) as error:
-            raise RunStopped(one_line(error)) from error
-        finally:
-            interrupt.end_has_begun()
-            await close_actors(launcher.actors, waits, deadlines.close_s)
-
-    ray_cluster = cluster.start_cluster(config.cluster, cluster.Demand.of(config, gpu=stuff.num_gpus > 0))
-    try:
-        return asyncio.run(run())
-    finally:
-        ray_cluster.close()
-
-
-def saved_model(checkpoint_dir: str) -> Path:
-    """The Hugging Face folder of a checkpoint, of a run's newest checkpoint, or the folder itself."""
-    folder = Path(checkpoint_dir)
-    if (folder / "checkpoints").is_dir():
-        return find_checkpoint(folder, print).model
-    for candidate in (folder / "model", folder):
-        if (candidate / "config.json").is_file():
-            return candidate
-    if (folder / "metrics.jsonl").is_file():
-        raise ConfigError(f"checkpoint_dir={checkpoint_dir}: this run has no checkpoint yet")
-    raise ConfigError(
-        f"checkpoint_dir={checkpoint_dir}: neither a run folder, nor one of its checkpoints, nor a model folder with config.json"
-    )

@@ -28,7 +28,7 @@ from learner.prepare import Rank, loss_tokens, prepare_batch
 from learner.samples import Inputs, first_places, list_samples
 from learner.spec import LearnerSpec, RolloutBatch
 from learner.warm_start import base_model_path
-from orchestrator.commands import saved_model
+from orchestrator.asking import saved_model
 from orchestrator.material import learner_spec, quiet_libraries
 from orchestrator.replay import Record, open_record
 from rollout.records import ScoredGroup

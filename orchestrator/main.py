@@ -53,12 +53,12 @@ VERBS = {
     "eval": Verb(
         "pass@k and avg@k of a checkpoint on held-out prompts",
         "Evaluates `checkpoint_dir`, or the base model without one, on the held-out prompts of the configuration.",
-        "orchestrator.commands:evaluate_model",
+        "orchestrator.asking:evaluate_model",
     ),
     "sample": Verb(
         "completions of a checkpoint",
         "Prints completions of `checkpoint_dir`, or of the base model without one, for `sample.prompts`, else for held-out prompts.",
-        "orchestrator.commands:sample",
+        "orchestrator.asking:sample",
     ),
     "score": Verb(
         "score completions by a reward, without training",
