@@ -102,8 +102,8 @@ async def _train(lives: Lives, stuff: Material, ray_cluster: cluster.Cluster, de
         interrupt.end_has_begun()
         departure.begin(LEAVE_S + 2 * config.deadlines.close_s, interrupt.exit_code or failed, reason)
         await lives.end(reason)
-    if lives.job.unwritten:
-        raise RunStopped(f"the run has ended ({reason}), but could not write {'; '.join(lives.job.unwritten)}")
+    if lives.unwritten:
+        raise RunStopped(f"the run has ended ({reason}), but could not write {'; '.join(lives.unwritten)}")
     if interrupt.exit_code:
         lives.line(f"{reason}: {lives.what_stands()}")
     return interrupt.exit_code
