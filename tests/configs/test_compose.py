@@ -87,6 +87,7 @@ def test_a_checkpoint_brings_the_configuration_of_its_run(tmp_path: Path):
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
 @pytest.mark.parametrize("override", UNKNOWN)
 def test_an_unknown_key_is_named_with_the_nearest(override: str, prefix: str):
+    """B154."""
     wrong, near = UNKNOWN[override]
     assert error_of(prefix + override) == f"{wrong}: unknown key; did you mean '{near}'?"
 
@@ -109,6 +110,7 @@ def test_hydras_own_keys_are_unknown_too():
 
 @pytest.mark.parametrize("text", ["1e-6", '"1e-6"', "0.000001", "1.0E-6"])
 def test_a_learning_rate_is_a_float_on_every_path(own, text: str):
+    """B156."""
     key = "learner.optimizer.learning_rate"
     as_yaml = own(f"learner:\n  optimizer:\n    learning_rate: {text}\n")
     as_dict = ["learner.optimizer={name: adamw, learning_rate: " + text + "}"]
@@ -118,6 +120,7 @@ def test_a_learning_rate_is_a_float_on_every_path(own, text: str):
 
 
 def test_whole_numbers():
+    """B156."""
     for text in ("1e3", "1000", '"1000"', "1000.0"):
         value = load_config([f"rollout.max_new_tokens={text}"]).rollout.max_new_tokens
         assert value == 1000
@@ -178,6 +181,7 @@ OPEN = {
 
 @pytest.mark.parametrize("override", OPEN)
 def test_whatever_is_open_is_found_with_its_full_key(override: str):
+    """B158."""
     key, reason = OPEN[override]
     message = error_of(override)
     assert message.startswith(f"{key}: ")
@@ -185,6 +189,7 @@ def test_whatever_is_open_is_found_with_its_full_key(override: str):
 
 
 def test_a_cycle_is_found():
+    """B158."""
     message = error_of("run_dir=${checkpoint_dir}", "checkpoint_dir=${run_dir}")
     assert message.startswith("run_dir: ")
     assert "Recursive" in message

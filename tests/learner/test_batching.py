@@ -54,6 +54,9 @@ def test_b127_uneven_numbers_of_samples(num_samples, num_ranks, most):
     hands = deal([7.0] * num_samples, num_ranks)
     assert sorted(i for hand in hands for i in hand) == list(range(num_samples))
     assert max(map(len, hands)) == most
+    plans = plan_micro_batches([7] * num_samples, [7.0] * num_samples, num_ranks, tokens_per_micro_batch=14)
+    assert sorted(i for plan in plans for batch in plan for i in batch) == list(range(num_samples))
+    assert {len(plan) for plan in plans} == {-(-most // 2)}
 
 
 def test_dear_samples_are_spread():

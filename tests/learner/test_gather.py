@@ -36,6 +36,7 @@ def as_read(tensors):
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("model", ["llama", "qwen3"])
 def test_names_and_bytes_are_those_of_the_saved_file(model, stage, make_learner, rollouts, batch_of, tmp_path):
+    """B137: whatever the learner's modules are wrapped in, names are those of a checkpoint."""
     dtype = Dtype.bfloat16 if stage == 1 else Dtype.float32
     learner = make_learner(model, zero_stage=stage, dtype=dtype)
     learner.prepare(batch_of(rollouts.group([1, 0, 1])))

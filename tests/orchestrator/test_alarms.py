@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from configs.compose import load_config
 from orchestrator.alarms import _RULES, Watch, feed
 from orchestrator.job import Job
+from orchestrator.metrics import step_metrics
+from orchestrator.stages import Address, Batch, Scored, StepOutcome
+from rollout.records import Consequence, GroupMeta, Outcome, Prompt, Purpose, Score, Status, Visit
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -134,3 +138,27 @@ def test_a_run_tells_an_alarm_as_one_event_and_one_line():
     assert len(lines) == 1
     assert lines[0].startswith("alarm: mismatch/rho_max 250 is above 100: engine and learner disagree")
     assert lines[0].endswith("(correction)")
+
+
+def test_a_run_whose_every_completion_is_cut_warns_by_its_second_step():
+    """B125: three steps of completions that all end at the limit; the line names the limit and the template."""
+    lines = []
+    job = SimpleNamespace(
+        _watch=Watch(),
+        _first_step=0,
+        config=load_config(["rollout.max_new_tokens=9"]),
+        event=lambda name, **fields: None,
+        view=SimpleNamespace(line=lines.append),
+    )
+    prompts = {"p": Prompt("p", "s", "s", "", np.zeros(1, np.int32), "", None)}
+    for step in (1, 2, 3):
+        cut = GroupMeta(Visit("p", step, Purpose.TRAIN), "w", 3, (9, 9), (9, 9), 2, 0, 0, 0, 0.0, 0, 0.0, ())
+        score = Score(Status.OK, Outcome.WRONG, 0.0, 0.0, {}, None, 0.0, "", {}, Consequence.NONE)
+        scored = Scored(cut, Address(None, 0), (score, score))
+        metrics = step_metrics(StepOutcome(Batch(step, step - 1, ()), (scored,), {}, {}), prompts)
+        assert metrics["len/trunc_frac"] == 1.0
+        Job._warn(job, step, metrics | {"time/loop_lag_s": 0.0})
+        warned = [line for line in lines if line.startswith("warning: ")]
+        assert len(warned) == min(step, 2), "and then no more"
+        assert "rollout.max_new_tokens=9" in warned[-1]
+        assert "template" in warned[-1]

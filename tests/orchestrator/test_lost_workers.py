@@ -108,7 +108,7 @@ async def test_a_worker_stopped_in_bucket_3_and_one_killed_at_work_are_replaced_
     pids = [actor["pid"] for actor in of("started")[0]["actors"][:2]]
     assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in pids)
 
-    # Replaced, proven, in use, and never trained on what the weights of another version than named have made.
+    # B140: replaced, proven, in use, and never trained on what the weights of another version than named have made.
     for lost in ("rollout-0", "rollout-1"):
         (replaced,) = of("worker_replaced", worker=lost)
         (proven,) = of("proven", worker=replaced["by"])

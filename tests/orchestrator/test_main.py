@@ -47,7 +47,21 @@ def test_help_imports_nothing_heavy(arguments: list[str], tmp_path: Path):
 
 
 BAD = {
+    # B154
     ("train", "rolout.n=8"): "limen: rolout.n: unknown key; did you mean 'rollout'?",
+    (
+        "train",
+        "trainer.lerning_rate=1e-5",
+    ): "limen: trainer.lerning_rate: unknown key; did you mean 'learner.optimizer.learning_rate'?",
+    ("train", "reward.timeout_sec=5"): "limen: reward.timeout_sec: unknown key; did you mean 'reward.timeout_s'?",
+    # B158
+    (
+        "train",
+        "checkpoint.keep_last=${oc.env:LIMEN_NOT_SET_X}",
+    ): "limen: checkpoint.keep_last: KeyError raised while resolving interpolation: \"Environment variable 'LIMEN_NOT_SET_X' not found\"",
+    ("train", "checkpoint.every=???"): "limen: checkpoint.every: has no value yet (???); set it: checkpoint.every=...",
+    ("train", "rollout.max_lag=${rollout.gone}"): "limen: rollout.max_lag: Interpolation key 'rollout.gone' not found",
+    ("train", "run_dir=${checkpoint_dir}", "checkpoint_dir=${run_dir}"): "limen: run_dir: Recursive interpolation detected",
     (
         "train",
         "+learner.optimizer.lerning_rate=1e-5",
@@ -85,6 +99,16 @@ def test_bad_input_is_one_line_and_exit_code_2_before_anything_heavy(arguments: 
     assert (code, out, heavy) == (2, "", "[]")
     assert errors == BAD[arguments].format(folder=tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_numbers_are_numbers_in_the_configuration_that_is_printed(tmp_path: Path):
+    """B156: read as YAML 1.1, in which ``1e-6`` would be a text."""
+    overrides = ["learner.optimizer={name: adamw, learning_rate: 1e-6}", "rollout.max_new_tokens=1e3"]
+    code, out, errors, _ = probe("train", "--print-config", *overrides, folder=tmp_path)
+    assert (code, errors) == (0, "")
+    printed = yaml.safe_load(out)
+    rate, limit = printed["learner"]["optimizer"]["learning_rate"], printed["rollout"]["max_new_tokens"]
+    assert (rate, type(rate), limit, type(limit)) == (1e-6, float, 1000, int)
 
 
 def test_a_chosen_function_is_checked_before_ray_is_imported(tmp_path: Path):

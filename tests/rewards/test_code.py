@@ -510,6 +510,7 @@ def in_a_child(jobs, **environment):
 
 
 def test_the_environment_of_the_parent_stays_outside(rung):
+    """B179."""
     jobs = [(fenced(SEEN), script(("", "x")), {"isolation": rung})]
     [(_, detail)], _, printed = in_a_child(jobs, FAKE_API_KEY="sentinel123", HOME="/root")
     assert "sentinel123" not in printed + detail
@@ -522,6 +523,7 @@ def test_the_environment_of_the_parent_stays_outside(rung):
 
 
 def test_the_verifier_does_not_grow_with_what_programs_write(rung):
+    """B49."""
     jobs = [(FAMILY[f"B49-{i}"]["completion"], FAMILY[f"B49-{i}"]["answer"], {"isolation": rung}) for i in range(1, 5)]
     big = "import sys\nsys.stdout.write('[' * 2 * 10**8)"
     nested = "def f():\n    import os\n    os.write(3, b'{\"value\": ' + b'[' * 2**19 + b']' * 2**19 + b'}\\n')\n    os._exit(0)"
@@ -574,6 +576,7 @@ BATCH_GIVES = [
 
 
 def test_a_batch_in_the_pool(rung):
+    """B44, B47: told apart, each in its time, and a row without tests has no value."""
     with RewardPool(reward_config(rung)) as pool:
         pids = pool.health().pids
         scores = pool.score(items(*BATCH))
@@ -587,6 +590,7 @@ def test_a_batch_in_the_pool(rung):
 
 @pytest.mark.cluster
 def test_a_batch_in_a_ray_actor(monkeypatch):
+    """B44, B47."""
     import ray
 
     monkeypatch.setenv("RAY_worker_niceness", "0")

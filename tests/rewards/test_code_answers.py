@@ -162,6 +162,7 @@ def test_asserts(answer, requests, function):
     ],
 )
 def test_an_answer_without_readable_tests_is_invalid_and_says_why(answer, words):
+    """B44."""
     with pytest.raises(InvalidItem) as caught:
         check_answer(answer)
     assert words in str(caught.value)
