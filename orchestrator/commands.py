@@ -21,7 +21,7 @@ from orchestrator.departure import Departure
 from orchestrator.errors import RunStopped
 from orchestrator.grace import leave, leave_after
 from orchestrator.job import Job
-from orchestrator.material import Material, gather_material, quiet_libraries
+from orchestrator.material import Material, gather_material, prompts_line, quiet_libraries
 from orchestrator.recovery import Lives, detail_of
 from orchestrator.run_folder import forget_empty, locked, make_run_folder, write_whole
 from orchestrator.waits import DeadlinePassed
@@ -77,12 +77,7 @@ def _train_in_folder(config: Config) -> int:
 async def _train(lives: Lives, stuff: Material, ray_cluster: cluster.Cluster, departure: Departure) -> int:
     config, folder = lives.job.config, lives.job.folder
     lives.line(f"model: {stuff.model_path}, {stuff.num_parameters:,} parameters; Ray: {ray_cluster}")
-    prompts = stuff.prompts
-    lives.line(
-        f"prompts: {len(prompts.train)} to train on, {len(prompts.held_out)} held out"
-        + (f", {prompts.num_too_long} too long and left out" if prompts.num_too_long else "")
-        + (f", {prompts.num_cut} cut at their beginning" if prompts.num_cut else "")
-    )
+    lives.line(prompts_line(stuff.prompts, lives.job.length))
     interrupt = Interrupt(lives.stop, lives.line, grace_s=config.deadlines.grace_s, stands=lives.what_stands)
     reason, failed = "failed", EXIT_STOPPED
     try:

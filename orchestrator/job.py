@@ -54,7 +54,6 @@ from orchestrator.waits import DeadlinePassed, LoopLag, Waits
 from orchestrator.watchdog import Pulse, Watchdog
 from orchestrator.workers import Crew
 from rollout.records import Purpose, Score, sampling_seed
-from rollout.sources import DataError
 
 DEFAULT_BATCHES_PER_STEP = 8  # bound on the visits of a step where rollout.max_visits_per_step is not set
 MOST_CHARACTERS = 400  # of a library's message within one of ours
@@ -72,14 +71,9 @@ class Job:
         self._waits = Waits()
         state = resumed.state if resumed else {"step": 0, "version": 0}
         self._incarnation = next_incarnation(folder, resumed)
-        self._length = Length(len(stuff.prompts.train), config.batch.groups_per_step, config.data.last_batch)
-        if self._length.visits_per_epoch == 0:
-            raise DataError(
-                f"data.last_batch=drop: {self._length.num_prompts} prompts to train on do not fill one batch of "
-                f"batch.groups_per_step={config.batch.groups_per_step}; data.last_batch=wrap works, or fewer groups"
-            )
+        self.length = Length(len(stuff.prompts.train), config.batch.groups_per_step, config.data.last_batch)
         epochs = config.data.num_epochs
-        self.num_steps = config.steps if config.steps is not None else self._length.steps(epochs or 0)
+        self.num_steps = config.steps if config.steps is not None else self.length.steps(epochs or 0)
         if stuff.record:
             check_length(stuff.record, self.num_steps, config.batch.groups_per_step)
             epochs = 1.0  # no group twice
@@ -87,10 +81,10 @@ class Job:
             [prompt.id for prompt in stuff.prompts.train],
             [prompt.stratum for prompt in stuff.prompts.train],
             config.ledger,
-            length=self._length,
+            length=self.length,
             seed=config.seed,
             shuffle=config.data.shuffle and not stuff.record,
-            max_visits=self._length.visits(epochs) if epochs is not None else None,
+            max_visits=self.length.visits(epochs) if epochs is not None else None,
         )
         if resumed:
             _check_kind(config, resumed)
