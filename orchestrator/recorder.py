@@ -91,8 +91,8 @@ class Recorder:
             self.rewards()
         if not self._refused:
             return ""
-        waiting = {file.name: f"{file.num_waiting} rows of " for file in (self._metrics, self._events, self._samples)}
-        names = ", ".join(f"{waiting.get(name, '')}{name}" for name in self._refused)
+        rows = {file.name: file.num_waiting for file in (self._metrics, self._events, self._samples)}
+        names = ", ".join(f"{n} row{'s' * (n != 1)} of {name}" if (n := rows.get(name)) else name for name in self._refused)
         return f"{names} ({_words(next(iter(self._refused.values())))})"
 
     def metrics(self, step: int, version: int, weights: str, metrics: Mapping[str, float]) -> None:
