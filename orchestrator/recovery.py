@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from ray.exceptions import RayError
 
 from configs.errors import InputError
-from orchestrator.checkpoint import Checkpoint, find_checkpoint, newest_checkpoint
+from orchestrator.checkpoint import Checkpoint, find_checkpoint
 from orchestrator.errors import RunStopped
 from orchestrator.ledger import State
 from orchestrator.ranks import RankFailed
@@ -215,7 +215,8 @@ class Lives:
         )
 
     async def _newest(self, dead: Job) -> Checkpoint | None:
-        if newest_checkpoint(dead.folder) is None:
+        """None where none was ever written: that of a save which was cut short is named `.partial`."""
+        if not any(folder.suffix == "" for folder in (dead.folder / "checkpoints").glob("step-*")):
             return None
         found = asyncio.to_thread(find_checkpoint, dead.folder, dead.view.line)
         deadline_s = dead.config.deadlines.checkpoint_s
