@@ -324,6 +324,8 @@ class Job:
         self._enter("generate")
         try:
             reason = await self._in_hand.run(loop.run())
+            if self._in_hand.abandoned:
+                self.event("step_abandoned", step=loop.step + 1, weights_whole=loop.between_steps)
             if self._selftest and reason != "stopped":
                 self.view.line(self._selftest.verdict())
             if loop.between_steps:  # a step that was abandoned may have changed the weights: the checkpoint before it stands
