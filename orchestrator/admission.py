@@ -13,7 +13,8 @@ MEMORY = 0.8  # what a step weighs against the one after it
 
 def most_open(max_lag: int, oversample: float | Auto, groups_per_step: int) -> int:
     """How many visits may be open at once; of ``auto`` the most that it comes to."""
-    return int((max_lag + (MOST_OVERSAMPLE if isinstance(oversample, Auto) else oversample)) * groups_per_step)
+    batches = max_lag + (MOST_OVERSAMPLE if isinstance(oversample, Auto) else oversample)
+    return int(round(batches * groups_per_step, 6))  # 1.15 * 100 is 114.99999999999999
 
 
 @dataclass(frozen=True, slots=True)

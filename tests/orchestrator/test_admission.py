@@ -15,6 +15,8 @@ pytestmark = pytest.mark.timeout(60)
 def test_open_visits():
     assert most_open(0, 1.0, 4) == 4
     assert most_open(0, 1.5, 4) == 6
+    assert most_open(0, 1.15, 100) == 115
+    assert most_open(0, 1.3, 4) == 5
     assert most_open(4, 1.0, 4) == 20
     assert most_open(0, Auto.auto, 4) == 16
 
