@@ -6,6 +6,8 @@ imported when it is about to run.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -20,6 +22,7 @@ from configs.schema import Config
 from orchestrator.errors import RunStopped
 
 EXIT_BAD_INPUT, EXIT_STOPPED, EXIT_SIGINT = 2, 3, 130
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EPIPE}
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code. An error about what the user gave is one line on stderr."""
     if sys.stderr is None:  # the process was started with it closed
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  until the process ends
+    return _written(_exit_code(argv))
+
+
+def _exit_code(argv: Sequence[str] | None) -> int:
     try:
         return _run(parse(sys.argv[1:] if argv is None else argv))
     except InputError as error:
@@ -166,9 +173,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RunStopped as error:
         _complain(f"stopped: {error}")
         return EXIT_STOPPED
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        _complain(f"stopped: {error}")
+        return EXIT_STOPPED
     except KeyboardInterrupt:  # before or after the loop, which has its own way to stop and save
         _complain("interrupted")
         return EXIT_SIGINT
+
+
+def _written(code: int) -> int:
+    """The exit code, once what was printed is out. Where a full disk (a pipe that is closed) refuses it, Python would try again at its end and
+    exit with 120: nobody sees the reason then."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if code == 0:
+            _complain(f"stopped: not all of the output could be written: {error}")
+            return EXIT_STOPPED
+    return code
 
 
 def parse(argv: Sequence[str]) -> Call:
@@ -269,6 +295,8 @@ def describe(name: str) -> str:
 
 
 def _complain(text: str) -> None:
-    if sys.stdout is not None:
-        sys.stdout.flush()
-    print("limen: " + " ".join(text.split()), file=sys.stderr)
+    with contextlib.suppress(OSError):  # where a full disk takes no more of one, the other may be read all the same
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        print("limen: " + " ".join(text.split()), file=sys.stderr)
