@@ -245,6 +245,18 @@ def test_tensorboard_ends_with_a_word_and_the_rows_go_on(make_disk, monkeypatch)
     assert [row["event"] for row in lines(disk.path / "events.jsonl")] == ["long", "tensorboard_ended", "long"]
 
 
+@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 3), (["train", "seed=x"], 2)])
+def test_output_that_cannot_be_written_is_told_in_a_line_and_changes_no_other_exit_code(arguments, code):
+    """Python itself would end with a traceback, or with 120."""
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "orchestrator", *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert ended.returncode == code
+    (said,) = ended.stderr.splitlines()
+    assert ("No space left on device" in said) == (code == 3)
+
+
 # ---- a real run ------------------------------------------------------------------------------------------------------
 
 
