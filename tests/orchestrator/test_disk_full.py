@@ -226,6 +226,12 @@ def test_a_disk_that_is_full_at_two_steps_in_a_row_ends_the_run_and_every_lost_r
     assert lines(disk.path / "metrics.jsonl") == []
 
 
+def write_much(board):
+    for number in range(400):  # more than the rest of its page
+        board.add_scalar(f"metric/{number}", 1.0, 0)
+    board.flush()
+
+
 def test_tensorboard_ends_with_a_word_and_the_rows_go_on(make_disk, monkeypatch):
     """Its own thread writes, and dies of a full disk."""
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
@@ -233,9 +239,7 @@ def test_tensorboard_ends_with_a_word_and_the_rows_go_on(make_disk, monkeypatch)
     of = recorder(disk.path, tensorboard=True)
     disk.fill(0)
     with pytest.raises(OSError, match="No space left"):
-        for number in range(400):  # more than the rest of the page that it has
-            of._board.add_scalar(f"metric/{number}", 1.0, 0)
-        of._board.flush()
+        write_much(of._board)
     disk.make_room()
     (warning,) = a_step(of, 1)
     assert warning == "TensorBoard has no more of this run (No space left on device); metrics.jsonl has all of it"
