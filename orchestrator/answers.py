@@ -84,11 +84,11 @@ class AnswerCounts:
         """What ``arrays`` gave; every other prompt is without answers."""
         there = arrays["answer_counts"].any(axis=1)
         self._row[:] = -1
-        self._num_rows = int(there.sum())
+        in_use, self._num_rows = self._num_rows, int(there.sum())
         self._row[prompts[there]] = np.arange(self._num_rows)
         for name, mine in (("hashes", self._hashes), ("counts", self._counts), ("others", self._others)):
             mine[: self._num_rows] = arrays[f"answer_{name}"][there]
-            mine[self._num_rows :] = 0
+            mine[self._num_rows : in_use] = 0  # the others are zeros, and would take up memory if they were written
 
 
 def _count_in(given: Counter[int], hashes: list[int], counts: list[int]) -> int:
