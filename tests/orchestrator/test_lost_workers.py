@@ -1,4 +1,4 @@
-"""A real run that loses both of its workers: one is stopped in the middle of a push, the other killed while it generates."""
+"""B170: a real run that loses both of its workers: one is stopped in the middle of a push, the other killed while it generates."""
 
 from __future__ import annotations
 
