@@ -9,12 +9,14 @@ import os
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
 import ray
+from ray.exceptions import ObjectLostError
 from torch.distributed import TCPStore
 
 from configs.schema import RewardConfig
@@ -30,6 +32,8 @@ from rollout.records import Group, GroupMeta, Score, ScoredGroup, Visit, describ
 from rollout.stack_signal import listen
 from rollout.transports import Parcel, make_receiver
 from rollout.weights import Manifest
+
+PULSE = "pulse"  # a reward actor's concurrency group for ``health``
 
 
 def process_facts() -> dict[str, Any]:
@@ -109,6 +113,7 @@ class LearnerActor:
         listen()
         self._rank, self._world_size = rank, world_size
         self._learner: Any = None
+        self._fetched: list[list[Group]] = []
 
     def rendezvous(self) -> tuple[str, int]:
         """An address of this node and a port of it, where the ranks can meet: the store listens there from now on, so nobody can
@@ -132,17 +137,21 @@ class LearnerActor:
     def facts(self) -> dict[str, Any]:
         return process_facts() | {"rank": self._rank}
 
+    def fetch(self, parcels: Sequence[Any]) -> list[int]:
+        """Takes the parcels of the next batch and holds them, so that nothing of it can be lost any more. Returns which of them, by
+        their places, lay on a node that is gone."""
+        try:
+            self._fetched = ray.get(list(parcels))
+        except ObjectLostError:
+            return [place for place, parcel in enumerate(parcels) if _is_lost(parcel)]
+        return []
+
     def prepare(
-        self,
-        step: int,
-        version: int,
-        places: Sequence[tuple[int, int]],
-        scores: Sequence[tuple[Score, ...]],
-        parcels: Sequence[Any],
+        self, step: int, version: int, places: Sequence[tuple[int, int]], scores: Sequence[tuple[Score, ...]]
     ) -> tuple[dict[str, float], int]:
-        """Metrics of the batch, and how many tokens this rank has to train. Each group is ``parcels[i][k]`` for its ``(i, k)`` of
-        ``places``; its scores stand at the same place of ``scores``."""
-        fetched: list[list[Group]] = ray.get(list(parcels))
+        """Metrics of the batch, and how many tokens this rank has to train. Each group is the k-th of the i-th fetched parcel for its
+        ``(i, k)`` of ``places``; its scores stand at the same place of ``scores``."""
+        fetched, self._fetched = self._fetched, []
         groups = tuple(ScoredGroup(fetched[i][k], score) for (i, k), score in zip(places, scores, strict=True))
         report = self._learner.prepare(self._batch_type(step=step, version=version, groups=groups))
         return dict(report.metrics), report.num_rank_tokens
@@ -203,12 +212,31 @@ class LearnerActor:
         return look_from(Path(folder), token, f"rank-{self._rank}", ray.util.get_node_ip_address(), wait_s)
 
 
+def _is_lost(parcel: Any) -> bool:
+    try:
+        ray.get(parcel)
+    except ObjectLostError:
+        return True
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPulse:
+    """How far a reward pool is."""
+
+    num_open: int  # parcels that are being scored
+    num_ended: int  # calls of verifiers that have ended since the start
+    num_lost: int  # verifier processes that were killed or died since the start
+
+
 class RewardActor:
     """The reward pool of one node. Text is scored where it lies: the parcel is fetched here, only scores travel."""
 
     def __init__(self, reward: RewardConfig) -> None:
         listen()
         self._pool = RewardPool(reward)
+        self._counting = threading.Lock()
+        self._num_open = 0
 
     def facts(self) -> dict[str, Any]:
         return process_facts()
@@ -222,6 +250,19 @@ class RewardActor:
     ) -> tuple[list[tuple[Score, ...]], int]:
         """Scores the groups of a parcel at the given places; and how many verifier processes were lost so far. A question is (place,
         prompt text, answer, reward part, source)."""
+        self._count(1)
+        try:
+            return self._score(parcel, questions)
+        finally:
+            self._count(-1)
+
+    def _count(self, change: int) -> None:
+        with self._counting:
+            self._num_open += change
+
+    def _score(
+        self, parcel: Sequence[Group], questions: Sequence[tuple[int, str, Any, str | None, str]]
+    ) -> tuple[list[tuple[Score, ...]], int]:
         items, sizes = [], []
         for place, prompt, answer, part, source in questions:
             group = parcel[place]
@@ -241,6 +282,11 @@ class RewardActor:
             ]
         scores = iter(self._pool.score(items))
         return [tuple(next(scores) for _ in range(size)) for size in sizes], self._pool.health().num_lost
+
+    def health(self) -> PoolPulse:
+        """To be asked in the concurrency group ``PULSE``, whose thread answers while all others score."""
+        health = self._pool.health()
+        return PoolPulse(self._num_open, health.num_ended, health.num_lost)
 
     def close(self) -> None:
         self._pool.close()

@@ -23,9 +23,10 @@ from orchestrator.console import evaluation_lines, printable
 from orchestrator.departure import Departure
 from orchestrator.errors import RunStopped
 from orchestrator.evaluation import choose_prompts, evaluate
-from orchestrator.fleet import RayFleet, RayScorer
+from orchestrator.fleet import RayFleet
 from orchestrator.launch import Launcher, close_actors
 from orchestrator.material import ASKED, Material, gather_material, request_maker
+from orchestrator.pools import RayScorer
 from orchestrator.run_folder import STACKS
 from orchestrator.waits import DeadlinePassed, Waits
 from orchestrator.watchdog import Pulse, Watchdog
@@ -110,9 +111,9 @@ async def _ask(
     interrupt = Interrupt(lambda: False, print)
     reason, failed = "failed", EXIT_STOPPED
 
-    def replace_pool(node: str, reason: str) -> Any:
+    async def replace_pool(node: str, reason: str) -> tuple[str, Any] | None:
         print(f"warning: the reward pool of node {node} was lost and is made anew ({reason})")
-        return launcher.reward_pool(node)
+        return await launcher.next_pool(node)
 
     with _watched(config, waits, launcher) as watchdog:
         try:
@@ -120,10 +121,11 @@ async def _ask(
             workers = [launcher.rollout_worker(i, model_path=model_path) for i in range(config.rollout.num_workers)]
             pools = launcher.rewards()
             started = asyncio.gather(*(actor.facts.remote() for actor in launcher.actors.values()))
-            await waits.wait(started, owner="actors", name="start", deadline_s=deadlines.start_s)
+            facts = await waits.wait(started, owner="actors", name="start", deadline_s=deadlines.start_s)
+            nodes = {name: fact["node"] for name, fact in zip(launcher.actors, facts, strict=True)}
             watchdog.enter("generate", 0)
             fleet = RayFleet(workers, request_maker(config, stuff), waits, deadlines.heartbeat_s)
-            scorer = RayScorer(pools, launcher.nodes, stuff.by_id, replace_pool)
+            scorer = RayScorer(pools, nodes.__getitem__, stuff.by_id, replace_pool)
             try:
                 failed = await ask(Engines(fleet, scorer, stuff, waits))
             finally:

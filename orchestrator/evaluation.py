@@ -79,18 +79,24 @@ async def evaluate(
     max_failed_share: float,
     deadline_s: float,
 ) -> Evaluation:
-    """Samples ``num_samples`` completions of every prompt and scores them, each within ``deadline_s``. No push may happen meanwhile.
+    """Samples ``num_samples`` completions of every prompt and scores them, each within ``deadline_s``, again what lay on a lost node. No
+    push may happen meanwhile.
 
     Raises RunStopped where more than this share got no verdict: a pass rate of the few that did would pass for one of all.
     """
     visits = [Visit(prompt_id, 0, Purpose.EVAL) for prompt_id in prompts]
-    finished = await waits.wait(
-        fleet.evaluate(visits), owner="rollout workers", name="completions of the evaluation", deadline_s=deadline_s
-    )
-    versions = {(item.meta.min_version, item.meta.max_version) for item in finished}
-    if versions != {(version, version)}:
-        raise RuntimeError(f"an evaluation of version {version} got tokens of versions {sorted(versions)}")
-    scored = await waits.wait(scorer.score(finished), owner="reward pool", name="scores of the evaluation", deadline_s=deadline_s)
+    by_visit: dict[Visit, Scored] = {}
+    while left := [visit for visit in visits if visit not in by_visit]:
+        finished = await waits.wait(
+            fleet.evaluate(left), owner="rollout workers", name="completions of the evaluation", deadline_s=deadline_s
+        )
+        versions = {(item.meta.min_version, item.meta.max_version) for item in finished}
+        if versions != {(version, version)}:
+            raise RuntimeError(f"an evaluation of version {version} got tokens of versions {sorted(versions)}")
+        scores = scorer.score(finished)
+        answers = await waits.wait(scores, owner="reward pool", name="scores of the evaluation", deadline_s=deadline_s)
+        by_visit |= {item.meta.visit: item for item in answers}
+    scored = [by_visit[visit] for visit in visits]
     over = over_budget(scored, max_failed_share, f"the evaluation of version {version}")
     if over is not None:
         raise RunStopped(over.message)

@@ -1,21 +1,20 @@
-"""All rollout workers as one, and the reward pool, as the loop drives them over Ray."""
+"""All rollout workers as one, as the loop drives them over Ray."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError, RayTaskError
 
-from orchestrator.errors import RunStopped
 from orchestrator.handles import Lost
-from orchestrator.stages import Address, Finished, Scored
+from orchestrator.stages import Address, Finished
 from orchestrator.waits import DeadlinePassed, Waits
 from rollout.engine import EngineError, GroupRequest
-from rollout.records import Consequence, Prompt, Purpose, Score, Visit
+from rollout.records import Purpose, Visit
 
 T = TypeVar("T")
 
@@ -44,10 +43,11 @@ class RayFleet:
     ) -> None:
         """``answer_s``: a worker may take so long to take visits, or to drop them."""
         self.workers = list(workers)
-        self.on_lost: Callable[[Worker, str], None] | None = (
-            None  # told of a worker whose stream ended; without it that ends the run
-        )
-        self.on_silent: Callable[[Worker, str], None] | None = None  # told of one that passed ``answer_s``; likewise
+        self.manned = asyncio.Event()
+        if workers:
+            self.manned.set()
+        # Told of a worker that is lost, how (dead, silent, failed) and why; without it that ends the run.
+        self.on_lost: Callable[[Worker, str, BaseException], None] | None = None
         self._request = request
         self._waits, self._answer_s = waits, answer_s
         self._outstanding: dict[str, set[Visit]] = {worker.name: set() for worker in workers}
@@ -65,6 +65,7 @@ class RayFleet:
     async def add(self, worker: Worker) -> None:
         """Visits go to this worker from now on, those that waited for one first."""
         self.workers.append(worker)
+        self.manned.set()
         self._outstanding[worker.name] = set()
         if worker.name not in self._streams:
             self._streams[worker.name] = asyncio.create_task(self._follow(worker))
@@ -76,6 +77,8 @@ class RayFleet:
         """No more visits for a worker that is being killed: what it gave out before is still taken, then its stream ends."""
         if worker in self.workers:
             self.workers.remove(worker)
+        if not self.workers:
+            self.manned.clear()
 
     async def withdraw(self, worker: Worker) -> None:
         """No more visits for a worker in doubt, and nothing of what it has made is used. ``add`` takes it back."""
@@ -89,7 +92,8 @@ class RayFleet:
                 visits |= {item.meta.visit for item in items}
             else:
                 self._finished.put_nowait(items)
-        self._lost.put_nowait(Lost(worker.name, tuple(sorted(visits)), "unproven"))
+        self._lost.put_nowait(Lost(worker.name, _of(visits, Purpose.TRAIN), "unproven"))
+        await self.submit(_of(visits, Purpose.EVAL))
 
     def fail(self, error: BaseException) -> None:
         """Ends the run: whoever waits for groups gets ``error``."""
@@ -125,15 +129,15 @@ class RayFleet:
         await asyncio.gather(*(self._answer(w, w.actor.submit.remote(requests[w.name]), "taking visits") for w in asked))
 
     async def _answer(self, worker: Worker, answer: Awaitable[Any], name: str) -> None:
-        """Awaits a worker's answer. One that is gone does not matter here: its stream ends too, and its visits come back from there."""
+        """Awaits a worker's answer. The visits of one that is lost come back when its stream ends. Raises ValueError for what no engine can
+        take."""
         try:
             await self._waits.wait(answer, owner=worker.name, name=name, deadline_s=self._answer_s)
-        except (RayActorError, EngineError):
-            pass
-        except DeadlinePassed as error:
-            if self.on_silent is None:
+        except (RayError, EngineError, DeadlinePassed) as error:
+            if self.on_lost is None or isinstance(error, ValueError):
                 raise
-            self.on_silent(worker, str(error))
+            kind = "silent" if isinstance(error, DeadlinePassed) else "failed" if isinstance(error, RayTaskError) else "dead"
+            self.on_lost(worker, kind, error)
 
     async def next_finished(self) -> list[Finished]:
         return await self.or_failure(asyncio.create_task(self._finished.get()))
@@ -197,12 +201,12 @@ class RayFleet:
         if self.on_lost is None:
             self.fail(error)
             return
-        self.on_lost(worker, words(error))
+        self.on_lost(worker, "failed" if isinstance(error, RayTaskError) else "dead", error)
         visits, self._outstanding[worker.name] = self._outstanding[worker.name], set()
-        training = tuple(sorted(visit for visit in visits if visit.purpose is Purpose.TRAIN))
+        training = _of(visits, Purpose.TRAIN)
         if training:
             self._lost.put_nowait(Lost(worker.name, training, "lost_worker"))
-        await self.submit(sorted(visit for visit in visits if visit.purpose is Purpose.EVAL))
+        await self.submit(_of(visits, Purpose.EVAL))
 
     async def _take_groups(self, worker: Worker) -> None:
         stream = worker.actor.groups.remote().__aiter__()
@@ -224,84 +228,11 @@ class RayFleet:
                 self._finished.put_nowait(training)
 
 
+def _of(visits: Iterable[Visit], purpose: Purpose) -> tuple[Visit, ...]:
+    return tuple(sorted(visit for visit in visits if visit.purpose is purpose))
+
+
 def words(error: BaseException) -> str:
     """A worker's own message, without the remote traceback that Ray wraps round it."""
     cause = getattr(error, "cause", None) or error
     return f"{type(cause).__name__}: {str(cause).strip()}"
-
-
-class RayScorer:
-    """Scores parcels on the node that holds them."""
-
-    def __init__(
-        self,
-        pools: Mapping[str, Any],
-        nodes: Mapping[str, str],
-        prompts: Mapping[str, Prompt],
-        replace: Callable[[str, str], Any],
-        tell: Callable[[Sequence[Scored]], None] = lambda scored: None,
-    ) -> None:
-        """``pools`` are the reward actors by node, ``nodes`` the node of each worker by its name; ``replace`` makes a node's pool anew,
-        told why; ``tell`` gets the scores as they come in, also those whose policy ends the run."""
-        self._pools = dict(pools)
-        self._nodes = nodes
-        self._prompts = prompts
-        self._replace = replace
-        self._tell = tell
-        self._num_lost: dict[str, int] = {}
-        self.num_asked = 0  # parcels that wait for their scores
-
-    @property
-    def num_lost(self) -> int:
-        """Verifier processes that were killed or died, in the pools as they are now."""
-        return sum(self._num_lost.values())
-
-    def _node(self, worker: str) -> str:
-        """The worker's. One that started anew on a node without a pool, its own being lost, sends its text to another."""
-        node = self._nodes.get(worker, "")
-        return node if node in self._pools else next(iter(self._pools))
-
-    async def score(self, finished: Sequence[Finished]) -> list[Scored]:
-        parcels: dict[Any, list[Finished]] = defaultdict(list)
-        for item in finished:
-            parcels[item.address.parcel].append(item)
-        scored = await asyncio.gather(*(self._score_parcel(parcel, items) for parcel, items in parcels.items()))
-        by_visit = {item.meta.visit: item for items in scored for item in items}
-        return [by_visit[item.meta.visit] for item in finished]
-
-    async def _score_parcel(self, parcel: Any, items: Sequence[Finished]) -> list[Scored]:
-        questions = []
-        for item in items:
-            prompt = self._prompts[item.meta.visit.prompt_id]
-            questions.append((item.address.place, prompt.text, prompt.answer, prompt.reward, prompt.source))
-        self.num_asked += 1
-        try:
-            scores = await self._ask(self._node(items[0].meta.worker), parcel, questions)
-        finally:
-            self.num_asked -= 1
-        scored = [Scored(item.meta, item.address, of_group) for item, of_group in zip(items, scores, strict=True)]
-        self._tell(scored)
-        for group in scored:
-            _stop_where_told(group.meta.visit, group.scores)
-        return scored
-
-    async def _ask(self, node: str, parcel: Any, questions: Sequence[Any]) -> list[tuple[Score, ...]]:
-        """A pool's actor that is lost is replaced, and asked once more."""
-        pool = self._pools[node]
-        try:
-            scores, num_lost = await pool.score.remote(parcel, questions)
-        except RayActorError as error:
-            if self._pools[node] is pool:  # once, however many parcels lose it
-                self._pools[node] = self._replace(node, words(error))
-            try:
-                scores, num_lost = await self._pools[node].score.remote(parcel, questions)
-            except RayActorError as again:
-                raise RunStopped(f"the reward pool of node {node} was lost twice over the same groups: {words(again)}") from again
-        self._num_lost[node] = num_lost
-        return scores
-
-
-def _stop_where_told(visit: Visit, scores: Sequence[Score]) -> None:
-    for score in scores:
-        if score.consequence is Consequence.FAIL:
-            raise RunStopped(f"a verifier gave no verdict, and its policy is `fail`: prompt {visit.prompt_id!r}: {score.detail}")

@@ -5,12 +5,15 @@ The real ones stand in ``fleet``, ``actors`` and ``push``; a test puts fakes in 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from orchestrator.stages import Batch, Finished, Scored, StepOutcome
+from orchestrator.stages import Batch, Finished, Kept, Scored, StepOutcome
 from rollout.records import Visit
+
+MOST_REPLACEMENTS = 3  # of one worker's place without a proven push of a step in between
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,8 @@ class Lost:
 class Fleet(Protocol):
     """All rollout workers as one."""
 
+    manned: asyncio.Event  # some worker takes visits; without one they wait for the next, whose start has deadlines of its own
+
     async def submit(self, visits: Sequence[Visit]) -> None:
         """Asks for the visits' groups."""
 
@@ -49,13 +54,16 @@ class Fleet(Protocol):
 
 class Scorer(Protocol):
     async def score(self, finished: Sequence[Finished]) -> list[Scored]:
-        """A score for every completion, in order. A verifier that fails gives a status; only where its policy is `fail` this raises
-        RunStopped."""
+        """A score for every completion, in order; without those groups that lay on a node which is gone. A verifier that fails gives a
+        status; only where its policy is `fail` this raises RunStopped."""
 
 
 class LearnerHandle(Protocol):
+    async def fetch(self, batch: Batch) -> list[Kept]:
+        """Brings the groups of the batch to every rank, outside of any collective. Returns those that lay on a node which is gone."""
+
     async def prepare(self, batch: Batch) -> dict[str, float]:
-        """Log-probabilities, advantages, weights and denominators of the batch; its metrics."""
+        """Log-probabilities, advantages, weights and denominators of the batch that was fetched; its metrics."""
 
     async def train(self) -> StepReport:
         """The optimizer steps of the prepared batch."""

@@ -29,31 +29,33 @@ from orchestrator.checkpoint import GROUPS, Checkpoint, Checkpoints, SaveFailed
 from orchestrator.console import View, evaluation_lines, make_view
 from orchestrator.errors import RunStopped
 from orchestrator.evaluation import Evaluation, choose_prompts, evaluate
-from orchestrator.fleet import RayFleet, RayScorer, Worker, words
+from orchestrator.fleet import RayFleet, Worker, words
 from orchestrator.grace import StepInHand
 from orchestrator.groups import held_groups, read_state, state_json, state_rows
 from orchestrator.handles import LearnerHandle, Scorer, StepReport
 from orchestrator.launch import Launcher, close_actors
 from orchestrator.ledger import Ledger, Length
 from orchestrator.loop import Loop, LoopSettings
+from orchestrator.lost import group_at
 from orchestrator.material import Material
 from orchestrator.metrics import step_metrics
+from orchestrator.pools import PoolWatch, RayScorer
 from orchestrator.proof import FixedTokens
 from orchestrator.push import RayPusher
 from orchestrator.ranks import RayLearner, answer_of
 from orchestrator.recorder import Recorder
 from orchestrator.recovery import Mark, cause_of, next_incarnation
 from orchestrator.replay import ReplayFleet, ReplayPusher, ReplayScorer, check_length
-from orchestrator.reward_plan import isolation_levels, longest_s
+from orchestrator.reward_plan import isolation_levels, longest_s, still_s
 from orchestrator.run_folder import write_json
 from orchestrator.selftest import SelfTest
 from orchestrator.shared_folder import prove_shared
-from orchestrator.stages import Batch, Finished, LoopState, Scored, StepOutcome
+from orchestrator.stages import Address, Batch, Finished, Kept, LoopState, Scored, StepOutcome
 from orchestrator.turns import Turns, widened
 from orchestrator.waits import DeadlinePassed, LoopLag, Waits
 from orchestrator.watchdog import Pulse, Watchdog
 from orchestrator.workers import Crew
-from rollout.records import Purpose, Score, sampling_seed
+from rollout.records import Group, Purpose, Score, sampling_seed
 
 DEFAULT_BATCHES_PER_STEP = 8  # bound on the visits of a step where rollout.max_visits_per_step is not set
 MOST_CHARACTERS = 400  # of a library's message within one of ours
@@ -196,15 +198,25 @@ class Job:
         else:
             make_request = material.request_maker(config, self._material)
             self._fleet = RayFleet([], make_request, self._waits, config.deadlines.heartbeat_s)
-            self._rewards = RayScorer(pools, self._launcher.nodes, self._material.by_id, self._replace_pool, self._tell_scores)
-            self._scorer = self._rewards
             self._make_pusher()
+            prompts = self._material.by_id
+            self._scorer = self._rewards = RayScorer(pools, self._crew.node, prompts, self._replace_pool, self._tell_scores)
+            watch = PoolWatch(self._rewards, self._waits, config.deadlines, still_s(config.reward), self.event)
+            self._crew.spawn(watch.run())
         if config.shuffle_rewards:
             self._scorer = ShufflingScorer(self._scorer, config.seed)
 
     def _make_pusher(self) -> None:
         config = self.config
-        self._crew: Crew = Crew(self._fleet, self._make_worker, self._waits, config.deadlines, self.event)
+        self._crew: Crew = Crew(
+            self._fleet,
+            self._make_worker,
+            self._waits,
+            config.deadlines,
+            self.event,
+            has_place=self._launcher.has_place,
+            tell=self.view.line,
+        )
         self._pusher = RayPusher(
             self._learner,
             self._crew,
@@ -227,12 +239,13 @@ class Job:
         self._actors.append(worker.actor)
         return worker
 
-    def _replace_pool(self, node: str, reason: str) -> Any:
-        self.event("reward_pool_replaced", node=node, reason=reason)
-        self.view.line(f"warning: the reward pool of node {node} was lost and is made anew ({reason})")
-        pool = self._launcher.reward_pool(node)
-        self._actors.append(pool)
-        return pool
+    async def _replace_pool(self, node: str, reason: str) -> tuple[str, Any] | None:
+        successor = await self._launcher.next_pool(node)
+        by = successor[0] if successor else None
+        self.event("reward_pool_replaced", node=node, by=by, reason=reason)
+        what = "made anew" if by == node else f"made anew on node {by}" if by else "left to the pools of other nodes"
+        self.view.line(f"warning: the reward pool of node {node} was lost and is {what} ({reason})")
+        return successor
 
     def _tell_scores(self, scored: Sequence[Scored]) -> None:
         for group in scored:
@@ -373,13 +386,14 @@ class Job:
         """Observer of the loop: metrics, samples, evaluation and checkpoint where they are due."""
         self._step = step = outcome.batch.step
         self._version = outcome.batch.version + bool(outcome.batch.groups)
-        metrics = outcome.metrics | step_metrics(outcome, self._material.by_id) | {"time/loop_lag_s": self._lag.take()}
+        metrics = outcome.metrics | {"time/loop_lag_s": self._lag.take()}
         if self._rewards is not None:
             metrics["verifier/num_lost"] = self._rewards.num_lost
         for name in ("generate", "prepare", "train", "push"):
             self._seconds[name] += metrics.get(f"time/{name}_s", 0.0)
         every = self.config.evaluation.every
         try:
+            metrics |= await asyncio.to_thread(step_metrics, outcome, self._material.by_id)
             await self._wait(
                 self._recorder.groups(outcome), "recorder", f"samples of step {step}", self.config.deadlines.checkpoint_s
             )
@@ -465,24 +479,16 @@ class Job:
     async def _save_step(self, step: int, loop: Loop) -> None:
         self._enter("checkpoint")
         started = time.monotonic()
-        before, held = self._evaluations.get(0), loop.state()
-        state = {
-            "step": step,
-            "version": self._version,
-            "incarnation": self._incarnation,
-            "ledger": self._ledger.state(),  # and its arrays: of the same moment as the loop's, for groups come in meanwhile
-            "loop": state_json(held),
-            "made_with": _kind(self.config),
-            "evaluation_before": before.as_json() if before else None,
-            "seconds_by_stage": dict(self._seconds),
-        }
-        arrays = self._ledger.arrays()
         name, deadline_s = f"checkpoint of step {step}", self.config.deadlines.checkpoint_s
         try:
+            groups = await self._held_groups(loop)
+            held, copy = loop.state(), self._ledger.snapshot()
+            state = self._state(held)  # all of the same moment, for groups come in meanwhile
+            arrays = await asyncio.to_thread(copy)
             if self._turns:
                 await self._turns.to_learner()
             await self._wait(self._pusher.hold(), "push", "new workers to be proven", self.config.deadlines.push_s)
-            self.checkpoint = await self._wait(self._write(state, held, arrays), "learner", name, deadline_s)
+            self.checkpoint = await self._wait(self._write(state, held, groups, arrays), "learner", name, deadline_s)
         except (DeadlinePassed, RayError, OSError, RunStopped) as error:
             stands = f"{self.checkpoint.name} stands" if self.checkpoint else "there is none before it"
             reason = " ".join(words(error).split())[:MOST_CHARACTERS]
@@ -495,12 +501,36 @@ class Job:
         self._recorder.event("checkpoint", step=step, folder=self.checkpoint.name)
         self._recorder.rewards()
 
-    async def _write(self, state: dict[str, Any], held: LoopState, arrays: dict[str, NDArray[Any]]) -> Path:
-        groups = {
-            order: (await item.scored.address.parcel)[item.scored.address.place] for order, item in held_groups(held).items()
+    def _state(self, held: LoopState) -> dict[str, Any]:
+        before = self._evaluations.get(0)
+        return {
+            "step": self._step,
+            "version": self._version,
+            "incarnation": self._incarnation,
+            "ledger": self._ledger.state(),
+            "loop": state_json(held),
+            "made_with": _kind(self.config),
+            "evaluation_before": before.as_json() if before else None,
+            "seconds_by_stage": dict(self._seconds),
         }
-        lines = await asyncio.to_thread(lambda: "".join(json.dumps(row) + "\n" for row in state_rows(held, groups)))
-        texts = {GROUPS: lines, "config.yaml": dump_config(self.config, redact=True)}
+
+    async def _held_groups(self, loop: Loop) -> dict[Address, Group]:
+        """All that the loop holds, at the moment at which this returns: it gets more meanwhile, and forgets what lay on a lost node."""
+        groups: dict[Address, Group] = {}
+        while unread := [item for item in held_groups(loop.state()).values() if item.scored.address not in groups]:
+            name, deadline_s = f"groups of the checkpoint of step {self._step}", self.config.deadlines.checkpoint_s
+            read = asyncio.gather(*(group_at(item.scored.address) for item in unread))
+            found = await self._wait(read, "learner", name, deadline_s)
+            loop.forget(item.scored for item, group in zip(unread, found, strict=True) if group is None)
+            groups |= {item.scored.address: group for item, group in zip(unread, found, strict=True) if group is not None}
+        return groups
+
+    async def _write(
+        self, state: dict[str, Any], held: LoopState, groups: dict[Address, Group], arrays: dict[str, NDArray[Any]]
+    ) -> Path:
+        by_order = {order: groups[item.scored.address] for order, item in held_groups(held).items()}
+        lines = await asyncio.to_thread(lambda: "".join(json.dumps(row) + "\n" for row in state_rows(held, by_order)))
+        texts = {GROUPS: lines, "config.yaml": await asyncio.to_thread(dump_config, self.config, redact=True)}
         evaluation = self._evaluations.get(state["version"])
         return await self._checkpoints.write(
             state, arrays, texts, self._learner.save, pass_at_1=evaluation.pass_at_1 if evaluation else None
@@ -612,6 +642,13 @@ class StagedLearner:
     def __init__(self, inner: LearnerHandle, enter: Callable[[str], None]) -> None:
         self._inner = inner
         self._enter = enter
+
+    async def fetch(self, batch: Batch) -> list[Kept]:
+        self._enter("fetch")
+        lost = await self._inner.fetch(batch)
+        if lost:
+            self._enter("generate")
+        return lost
 
     async def prepare(self, batch: Batch) -> dict[str, float]:
         self._enter("prepare")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -14,14 +16,16 @@ from ray.exceptions import RayError
 
 from configs.schema import Config, Placement
 from orchestrator import cluster, material
-from orchestrator.actors import LearnerActor, RewardActor, RolloutActor
+from orchestrator.actors import PULSE, LearnerActor, RewardActor, RolloutActor
 from orchestrator.fleet import Worker
 from orchestrator.material import Material
-from orchestrator.placement import Bundle, Reservation, give_back, reserve
+from orchestrator.placement import Bundle, Reservation, give_back, living_nodes, reserve
 from orchestrator.ranks import answer_of
 from orchestrator.reward_plan import num_processes
+from orchestrator.stacks import Process, here_id, look, on_nodes
 from orchestrator.threads import thread_budget, usable_cpus
 from orchestrator.waits import DeadlinePassed, Waits
+from orchestrator.workers import end_actors
 from rollout.engine import engine_environment
 from rollout.transports import MEETS
 
@@ -37,9 +41,10 @@ class Launcher:
         self._gpu = stuff.num_gpus > 0
         self.threads = thread_budget(config, usable_cpus(), stuff.num_parameters)
         self._places: dict[str, Reservation] = {}
-        self._num_pools: Counter[str] = Counter()  # made so far, by node
+        self._pool_seats: dict[str, _PoolSeat] = {}  # by node
+        self._pools: dict[str, Any] = {}  # by node
+        self._num_pools: Counter[int] = Counter()  # made so far, by the number of their seat
         self.actors: dict[str, Any] = {}  # all that were made, by name
-        self.nodes: dict[str, str] = {}  # of each worker, by its name: where its groups lie
 
     async def reserve(self, *, with_ranks: bool, with_engines: bool = True) -> None:
         """Reserves all devices of the run, or those of a part. Raises RunStopped where Ray has no place.
@@ -68,8 +73,12 @@ class Launcher:
 
     async def _reserve_rewards(self) -> None:
         nodes = sorted(set(self._places["workers"].nodes()))
-        pools = [{"CPU": float(num_processes(self._config.reward))}] * len(nodes)
-        self._places["rewards"] = await reserve("the verifiers", pools, "SPREAD", nodes=nodes)
+        places = await reserve("the verifiers", [self._pool_bundle()] * len(nodes), "SPREAD", nodes=nodes)
+        self._places["rewards"] = places
+        self._pool_seats = {node: _PoolSeat(number, places, number) for number, node in enumerate(places.nodes())}
+
+    def _pool_bundle(self) -> Bundle:
+        return {"CPU": float(num_processes(self._config.reward))}
 
     def _bundle(self, devices: int, *, sharers: int = 1) -> Bundle:
         cpus = {"CPU": float(devices * sharers)}
@@ -89,11 +98,14 @@ class Launcher:
             env=engine_environment(num_threads=self.threads.engine),
             concurrency=8,  # the stream of groups, a push, a score and health must not wait for one another
         )
-        self.nodes[name] = places.nodes()[number]
         module = material.ENGINE_MODULES[self._config.rollout.engine.value]
         actor = ray.remote(RolloutActor).options(**options, **places.at(number))
         self.actors[name] = actor.remote(module, spec, self._config.rollout.transport.value)
         return Worker(name, self.actors[name])
+
+    def has_place(self, number: int) -> bool:
+        """Whether the place of that worker is on a node that lives: Ray looks for another place where its node is gone."""
+        return self._places["workers"].nodes()[number] in living_nodes()
 
     def ranks(self) -> list[Any]:
         """The learner's ranks, without a learner yet: see ``start_ranks``."""
@@ -127,30 +139,61 @@ class Launcher:
     def rewards(self) -> dict[str, Any]:
         """A reward pool on every node that has rollout workers, by the node's id: text is scored where it lies. It holds one CPU a
         verifier process in Ray's books."""
-        return {node: self.reward_pool(node) for node in self._places["rewards"].nodes()}
+        return {node: self._reward_pool(node) for node in self._pool_seats}
 
-    def reward_pool(self, node: str) -> Any:
-        """The pool of a node; once more where the one before is gone."""
-        places = self._places["rewards"]
-        place, number = places.nodes().index(node), self._num_pools[node]
-        self._num_pools[node] += 1
-        name = f"rewards-{place}" + (f".{number}" if number else "")
-        options = cluster.actor_options(name, **places.asks(place), env={"OMP_NUM_THREADS": "1"}, concurrency=8)
-        actor = ray.remote(RewardActor).options(**options, **places.at(place))
-        self.actors[name] = actor.remote(self._config.reward)
+    async def next_pool(self, node: str) -> tuple[str, Any] | None:
+        """Ends the pool of a node and makes the next one: there, or where the node is gone on any that has room; its node, and its actor.
+        None where the node is gone and another has a pool. Raises RunStopped where no node has room."""
+        await end_actors({node: self._pools[node]}, self._config.deadlines.close_s)
+        if await self._answers(node):
+            return node, self._reward_pool(node)
+        del self._pools[node]
+        living = await asyncio.to_thread(living_nodes)
+        if living.keys() & self._pools.keys():
+            return None
+        places = await reserve("the verifiers", [self._pool_bundle()], "PACK")
+        number = 1 + max(seat.number for seat in self._pool_seats.values())
+        self._places[f"rewards-{number}"] = places
+        (other,) = places.nodes()
+        self._pool_seats[other] = _PoolSeat(number, places, 0)
+        return other, self._reward_pool(other)
+
+    async def _answers(self, node: str) -> bool:
+        """Whether the node lives. Ray knows that it does not only some time after it has gone, so it is asked."""
+        probe = Process("probe", os.getpid(), node)
+        return node == here_id() or probe in await on_nodes(look, [probe], self._config.deadlines.close_s)
+
+    def _reward_pool(self, node: str) -> Any:
+        seat = self._pool_seats[node]
+        replaced = self._num_pools[seat.number]
+        self._num_pools[seat.number] += 1
+        name = f"rewards-{seat.number}" + (f".{replaced}" if replaced else "")
+        options = cluster.actor_options(name, **seat.places.asks(seat.place), env={"OMP_NUM_THREADS": "1"}, concurrency=8)
+        actor = ray.remote(concurrency_groups={PULSE: 1})(RewardActor).options(**options, **seat.places.at(seat.place))
+        self.actors[name] = self._pools[node] = actor.remote(self._config.reward)
         return self.actors[name]
 
 
+@dataclass(frozen=True, slots=True)
+class _PoolSeat:
+    """Where the pool of a node stands."""
+
+    number: int  # in its name
+    places: Reservation
+    place: int
+
+
 async def close_actors(actors: Mapping[str, Any], waits: Waits, deadline_s: float) -> None:
-    """Asks the actors, named, to close, all at once, and kills each: one that does not answer is not waited for twice."""
+    """Asks the actors, named, to close, all at once, and kills all: one that does not answer is not waited for twice. What is left of their
+    processes is killed on their nodes."""
     await asyncio.gather(*(_close_actor(name, actor, waits, deadline_s) for name, actor in actors.items()))
+    await end_actors(actors, deadline_s)
 
 
 async def _close_actor(name: str, actor: Any, waits: Waits, deadline_s: float) -> None:
     if hasattr(actor, "close"):
         with contextlib.suppress(DeadlinePassed, RayError):  # it is killed next
             await waits.wait(_await(actor.close.remote()), owner=name, name="close", deadline_s=deadline_s)
-    ray.kill(actor)
 
 
 async def _await(reference: Any) -> Any:

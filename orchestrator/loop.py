@@ -7,7 +7,8 @@
 | produce | the ledger's picks | groups, as each finishes         | room: see ``_room``              | a proven push, a drop    |
 | score   | group              | scored group                     | a free reward process            | the pool; a deadline     |
 | select  | scored group       | kept, or dropped with a reason   | nothing (pure)                   | -                        |
-| prepare | a full batch       | log-probabilities, advantages    | a forward of the learner         | learner ranks            |
+| fetch   | a full batch       | its groups in every rank         | nodes that hold them             | one that is gone: refill |
+| prepare | a fetched batch    | log-probabilities, advantages    | a forward of the learner         | learner ranks            |
 | train   | a prepared batch   | metrics; changed weights         | optimizer steps                  | learner ranks            |
 | push    | changed weights    | engines at the new version       | every engine, with a deadline    | engines; a lost one is replaced |
 
@@ -21,8 +22,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,7 +33,7 @@ from learner.selection import Decision
 from orchestrator.admission import KeepRate, leaves_late, most_open
 from orchestrator.errors import RunStopped
 from orchestrator.failures import over_budget
-from orchestrator.handles import Fleet, LearnerHandle, Lost, Observer, Pusher, Scorer
+from orchestrator.handles import MOST_REPLACEMENTS, Fleet, LearnerHandle, Lost, Observer, Pusher, Scorer
 from orchestrator.ledger import Ledger, Pick, State
 from orchestrator.metrics import pass_rate_histogram
 from orchestrator.pass_rates import observe
@@ -105,7 +106,7 @@ class Loop:
         if ledger.num_open != len(self._buffer):
             raise ValueError(f"{ledger.num_open} visits are open at the start, but {len(self._buffer)} groups are at hand")
         bound = most_open(settings.max_lag, settings.oversample, settings.groups_per_step)
-        if ledger.num_open > bound:
+        if ledger.num_open + self._num_overtaken() > bound:
             oversample = "auto" if isinstance(settings.oversample, Auto) else f"{settings.oversample:g}"
             raise ConfigError(
                 f"resume: {ledger.num_open} groups of the checkpoint wait to be trained, but (rollout.max_lag={settings.max_lag} + "
@@ -130,6 +131,28 @@ class Loop:
         self._dropped.update(state.dropped)
         self._num_picked = state.num_picked
         self._budget = state.budget
+        self._ask_older_again()
+
+    def _ask_older_again(self) -> None:
+        """What was kept under a higher ``max_lag`` than this run's, and could be trained only later than this one allows."""
+        older = [self._buffer[order].pick for order in self._too_old()]
+        for pick in older:
+            del self._buffer[pick.order]
+            self._judged.pop(pick.order, None)
+        if older:
+            self._ask_again(older, "late", None)
+
+    def _too_old(self) -> list[int]:
+        made = {order: kept.scored.meta.min_version for order, kept in self._buffer.items()}
+        max_lag, groups_per_step = self._settings.max_lag, self._settings.groups_per_step
+        if max_lag == 0:  # a batch is cut in the order of the picks: what comes after an older one goes with it
+            first = min((order for order in made if made[order] < self.version), default=None)
+            return [] if first is None else [order for order in made if order >= first]
+        in_time: set[int] = set()
+        for order in sorted(made, key=made.__getitem__):  # as batches to come will take them
+            if self._settings.late is not Late.wait or self.version + len(in_time) // groups_per_step - made[order] <= max_lag:
+                in_time.add(order)
+        return [order for order in made if order not in in_time]
 
     def stop(self) -> None:
         """Ends the run at the next moment at which it stands on whole steps."""
@@ -151,15 +174,21 @@ class Loop:
 
     async def _run_step(self, collector: asyncio.Task[None]) -> str | None:
         started = time.monotonic()
-        groups = await self._fill(collector)
+        batch = await self._fill(collector)
+        filled = time.monotonic()
+        while lost := await self._fetch(batch):
+            self.forget(kept.scored for kept in lost)
+            batch = await self._fill(collector)
+            filled = time.monotonic()
+        fetched = time.monotonic()
         if self._stopping:
             return "stopped"
-        if not groups and self._used_up():
+        if not batch.groups and self._used_up():
             return "data used up"
-        batch = Batch(step=self.step + 1, version=self.version, groups=tuple(groups))
-        metrics = {"time/generate_s": time.monotonic() - started}
-        if groups:
+        metrics = {"time/generate_s": filled - started}
+        if batch.groups:
             metrics |= await self._train(batch)
+            metrics["time/prepare_s"] += fetched - filled
         self.step = batch.step
         self.between_steps = True
         metrics["time/step_s"] = time.monotonic() - started
@@ -191,12 +220,20 @@ class Loop:
         asked = self._settings.oversample
         oversample = self._keep_rate.oversample if isinstance(asked, Auto) else asked
         bound = most_open(self._settings.max_lag, oversample, self._settings.groups_per_step)
-        if self._ledger.num_open > bound:
-            raise AssertionError(f"{self._ledger.num_open} visits are open, the bound is {bound}")
+        most = most_open(self._settings.max_lag, asked, self._settings.groups_per_step)
+        if self._ledger.num_open > most:
+            raise AssertionError(f"{self._ledger.num_open} visits are open, the bound is {most}")
         left = self._settings.max_visits_per_step - self._num_picked
         if self._budget is not None:
             left = min(left, self._budget - self._num_picked)
-        return max(0, min(bound - self._ledger.num_open, left))
+        # A resumed run has learned nothing of what ``auto`` stands for, and may have more open than it would open now
+        return max(0, min(max(bound - self._ledger.num_open, self._num_overtaken()), left))
+
+    def _num_overtaken(self) -> int:
+        """At lag 0: visits to be asked again that come before a kept one. A batch is not full without them."""
+        if self._settings.max_lag or not self._buffer:
+            return 0
+        return self._ledger.num_again_before(max(self._buffer))
 
     async def _produce(self) -> None:
         await self._submit(self._pick())
@@ -238,20 +275,34 @@ class Loop:
     def _give_back(self, lost: Lost) -> None:
         """The worker's visits are asked again under their numbers; of an unproven one also what waits to be trained."""
         picks = [self._running.pop(visit).pick for visit in lost.visits if visit in self._running]
+        doubtful: list[Pick] = []
         if lost.reason == "unproven":
             self._num_doubts[lost.worker] += 1
             doubtful = [kept.pick for kept in self._buffer.values() if kept.scored.meta.worker == lost.worker]
-            for pick in doubtful:
-                del self._buffer[pick.order]
-                self._judged.pop(pick.order, None)  # not there where an earlier step judged it
-            picks += doubtful
-        for pick in picks:
-            self._ask_again(pick, lost.reason)
-        self._observer.event("visits_lost", worker=lost.worker, reason=lost.reason, num_visits=len(picks))
+        for pick in doubtful:
+            del self._buffer[pick.order]
+            self._judged.pop(pick.order, None)  # not there where an earlier step judged it
+        self._ask_again([*picks, *doubtful], lost.reason, lost.worker)
 
-    def _ask_again(self, pick: Pick, reason: str) -> None:
-        self._ledger.requeue(pick.visit, reason)
-        self._num_picked -= 1  # it is no new visit of the step
+    def forget(self, lost: Iterable[Scored]) -> None:
+        """Groups that lay on a node which is gone: what was kept is asked again, of what was dropped nothing more is told. The rest of a
+        batch in hand waits in the buffer again."""
+        self._buffer |= {kept.pick.order: kept for kept in self._in_hand}
+        self._in_hand = []
+        gone = {id(scored) for scored in lost}
+        again: dict[str, list[Pick]] = defaultdict(list)
+        for kept in [kept for kept in self._buffer.values() if id(kept.scored) in gone]:
+            del self._buffer[kept.pick.order]
+            again[kept.scored.meta.worker].append(kept.pick)
+        self._judged = {order: judged for order, judged in self._judged.items() if id(judged.scored) not in gone}
+        for worker, picks in again.items():
+            self._ask_again(picks, "lost_node", worker)
+
+    def _ask_again(self, picks: Sequence[Pick], reason: str, worker: str | None) -> None:
+        for pick in picks:
+            self._ledger.requeue(pick.visit, reason)
+        self._num_picked -= len(picks)  # they are no new visits of the step
+        self._observer.event("visits_lost", worker=worker, reason=reason, num_visits=len(picks))
 
     async def _score(self, finished: Sequence[Finished]) -> None:
         # The rest was cancelled, or is the second answer of an engine that had made a group before it was told to stop
@@ -273,10 +324,15 @@ class Loop:
             scored = await self._waits.wait(self._scorer.score(wanted), owner="reward pool", name="scores", deadline_s=deadline_s)
         finally:
             self._score_ends.remove(end)
-        for item in scored:
-            self._settle(item, asked[item.meta.visit], proven=self._num_doubts[worker] == num_doubts)
-        # Now, not when the step closes: refills for what was dropped would go on being generated in vain.
-        self._check_verifiers(at_least=self._settings.groups_per_step * len(scored[0].scores))
+        proven = self._num_doubts[worker] == num_doubts
+        self._void([asked[visit] for visit in asked.keys() - {item.meta.visit for item in scored}], "lost_node", worker)
+        if not proven:
+            self._void([asked[item.meta.visit] for item in scored], "unproven", worker)
+        for item in scored if proven else []:
+            self._settle(item, asked[item.meta.visit])
+        if scored:  # now, not when the step closes: refills for what was dropped would go on being generated in vain
+            group_size = scored[0].meta.num_finished + len(scored[0].meta.unfinished)
+            self._check_verifiers(at_least=self._settings.groups_per_step * group_size)
         await self._produce()
         self._progress.set()
 
@@ -284,14 +340,23 @@ class Loop:
         asked = self._running.get(meta.visit)
         return asked is not None and asked.answered_by(meta)
 
-    def _settle(self, scored: Scored, asked: Asked, *, proven: bool) -> None:
-        pick = asked.pick
-        if self._running.get(pick.visit) is not asked:
-            return  # it was lost or became surplus meanwhile, and may have been asked again
-        del self._running[pick.visit]
-        if not proven:
-            self._ask_again(pick, "unproven")
+    def _void(self, asked: Sequence[Asked], reason: str, worker: str) -> None:
+        """Their groups are of no use."""
+        picks = [one.pick for one in asked if self._ends(one)]
+        if picks:
+            self._ask_again(picks, reason, worker)
+
+    def _ends(self, asked: Asked) -> bool:
+        """Ends the asking; False where it was lost or became surplus meanwhile, and may have been asked again."""
+        if self._running.get(asked.pick.visit) is not asked:
+            return False
+        del self._running[asked.pick.visit]
+        return True
+
+    def _settle(self, scored: Scored, asked: Asked) -> None:
+        if not self._ends(asked):
             return
+        pick = asked.pick
         self._ledger.score(pick.visit, observe(scored.scores))
         reason = _dropped_by_policy(scored.scores) or self._select(scored.scores).reason
         self._judged[pick.order] = Judged(pick, scored, reason)
@@ -307,13 +372,14 @@ class Loop:
 
     # ---- the batch --------------------------------------------------------------------------------------------------
 
-    async def _fill(self, collector: asyncio.Task[None]) -> list[Kept]:
+    async def _fill(self, collector: asyncio.Task[None]) -> Batch:
         """The groups of this step, in pick order; fewer than a batch only by ``when_short`` or at the end of the data."""
         self._filling = True
         try:
-            return await self._fill_batch(collector)
+            groups = await self._fill_batch(collector)
         finally:
             self._filling = False
+        return Batch(step=self.step + 1, version=self.version, groups=tuple(groups))
 
     async def _fill_batch(self, collector: asyncio.Task[None]) -> list[Kept]:
         await self._produce()
@@ -325,20 +391,27 @@ class Loop:
                 return await self._take(ready)
             if not self._running and self._room() == 0:
                 return await self._short(ready)
-            scores_s = max(0.0, max(self._score_ends, default=0.0) - time.monotonic())
-            progress = asyncio.ensure_future(self._progress.wait())
-            try:
-                await self._waits.wait(
-                    asyncio.wait({progress, collector}, return_when=asyncio.FIRST_COMPLETED),
-                    owner="rollout workers",
-                    name=f"a finished group for step {self.step + 1}",
-                    deadline_s=self._settings.deadlines.generate_s + scores_s,
-                )
-            finally:
-                progress.cancel()
-            if collector.done():
-                _raise_first(collector)
+            await self._await_progress(collector)
         return []
+
+    async def _await_progress(self, collector: asyncio.Task[None]) -> None:
+        """Returns when a group has come in, was judged or lost, or when there is a worker again. Raises what ended the collector."""
+        deadlines, manned = self._settings.deadlines, self._fleet.manned
+        scores_s = max(0.0, max(self._score_ends, default=0.0) - time.monotonic())
+        name, deadline_s = f"a finished group for step {self.step + 1}", deadlines.generate_s + scores_s
+        awaited = {asyncio.ensure_future(self._progress.wait())}
+        if not manned.is_set():  # the run ends before, when the last try to start one has failed
+            awaited.add(asyncio.ensure_future(manned.wait()))
+            name = "a lost one to be replaced"
+            deadline_s = (MOST_REPLACEMENTS + 1) * (deadlines.close_s + deadlines.start_s + deadlines.push_s)
+        try:
+            first = asyncio.wait({*awaited, collector}, return_when=asyncio.FIRST_COMPLETED)
+            await self._waits.wait(first, owner="rollout workers", name=name, deadline_s=deadline_s)
+        finally:
+            for future in awaited:
+                future.cancel()
+        if collector.done():
+            _raise_first(collector)
 
     def _ready(self) -> list[Kept]:
         """In pick order: at lag 0 the first kept visits, whatever finished first; above it the first of those that are there, or of the
@@ -439,6 +512,15 @@ class Loop:
         return self._ledger.used_up and not self._running
 
     # ---- train, push ------------------------------------------------------------------------------------------------
+
+    async def _fetch(self, batch: Batch) -> list[Kept]:
+        """Groups of the batch that are lost, found out before any rank waits for the others."""
+        if self._stopping or not batch.groups:
+            return []
+        deadline_s = self._settings.deadlines.prepare_s
+        return await self._waits.wait(
+            self._learner.fetch(batch), owner="learner", name=f"fetch step {batch.step}", deadline_s=deadline_s
+        )
 
     async def _train(self, batch: Batch) -> dict[str, float]:
         deadlines = self._settings.deadlines

@@ -55,6 +55,11 @@ async def give_back(reservations: Sequence[Reservation]) -> None:
         await asyncio.sleep(POLL_S)
 
 
+def living_nodes() -> dict[str, Any]:
+    """What Ray knows of each node of the cluster that lives, by its id."""
+    return {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+
+
 async def reserve(
     what: str,
     bundles: Sequence[Bundle],
@@ -87,10 +92,10 @@ def _no_place(
     available = ", ".join(f"{free.get(name, 0):g}" for name in bundles[0])
     each = " and ".join(f"{count:g} {name}s" for name, count in bundles[0].items())
     where = "the nodes of the rollout workers" if nodes else "one node"
-    alive = [node for node in ray.nodes() if node["Alive"]]
+    living = living_nodes()
     totals = "; ".join(
         f"{node['NodeManagerAddress']} has " + " and ".join(f"{node['Resources'].get(name, 0):g} {name}s" for name in bundles[0])
-        for node in alive
+        for node in living.values()
     )
     return (
         f"no place for {what} within {deadline_s:g} s: asked {asked} ({len(bundles)} times {each}, each on {where}), available "

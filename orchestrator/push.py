@@ -28,7 +28,7 @@ from ray.exceptions import RayError
 from configs.schema import DeadlinesConfig, Dtype
 from orchestrator.errors import RunStopped
 from orchestrator.fleet import Worker, words
-from orchestrator.handles import StepReport
+from orchestrator.handles import MOST_REPLACEMENTS, StepReport
 from orchestrator.proof import (
     MOST_UNCHANGED,
     SCALE,
@@ -42,7 +42,7 @@ from orchestrator.proof import (
 )
 from orchestrator.ranks import RayLearner
 from orchestrator.waits import DeadlinePassed, Waits
-from orchestrator.workers import MOST_REPLACEMENTS, Crew
+from orchestrator.workers import Crew
 from rollout.engine import PushError, SwapReport
 from rollout.weights import Manifest
 
@@ -309,7 +309,7 @@ class RayPusher:
         if not self._baseline.is_beyond(mismatch):
             return
         self._event("mismatch", version=version, value=mismatch, baseline=self._baseline.value, allowed=self._baseline.allowed)
-        learner = await self._learner.score_tokens(self._tokens.rows, self._tokens.temperature)
+        learner = await self._in_time(version, self._learner.score_tokens(self._tokens.rows, self._tokens.temperature))
         for worker, scores in (await self._score(self._crew.proven)).items():
             agreement = Agreement.of(scores, learner)
             problem = agreement.problem(self._dtype)

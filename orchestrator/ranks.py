@@ -16,7 +16,7 @@ from orchestrator.errors import RunStopped
 from orchestrator.fleet import words
 from orchestrator.handles import StepReport
 from orchestrator.shared_folder import FolderView
-from orchestrator.stages import Batch
+from orchestrator.stages import Batch, Kept
 from rollout.weights import Manifest
 
 BUCKETS_AHEAD = 2  # gathered and not yet fetched by the driver: more would copy the whole model into the object store
@@ -56,12 +56,18 @@ class RayLearner:
         finally:
             _forget(answers)
 
+    async def fetch(self, batch: Batch) -> list[Kept]:
+        """What one rank cannot get is lost for all."""
+        parcels = _parcels(batch)
+        lost = {number for numbers in await self._all("fetch", lambda rank: rank.fetch.remote(parcels)) for number in numbers}
+        gone = {id(parcels[number]) for number in lost}
+        return [kept for kept in batch.groups if id(kept.scored.address.parcel) in gone]
+
     async def prepare(self, batch: Batch) -> dict[str, float]:
-        parcels = list({id(kept.scored.address.parcel): kept.scored.address.parcel for kept in batch.groups}.values())
-        number = {id(parcel): i for i, parcel in enumerate(parcels)}
+        number = {id(parcel): i for i, parcel in enumerate(_parcels(batch))}
         places = [(number[id(kept.scored.address.parcel)], kept.scored.address.place) for kept in batch.groups]
         scores = [kept.scored.scores for kept in batch.groups]
-        reports = await self._all("prepare", lambda rank: rank.prepare.remote(batch.step, batch.version, places, scores, parcels))
+        reports = await self._all("prepare", lambda rank: rank.prepare.remote(batch.step, batch.version, places, scores))
         least = min(num_tokens for _, num_tokens in reports)
         return reports[0][0] | {"batch/num_rank_tokens_min": float(least)}
 
@@ -144,6 +150,11 @@ class RayLearner:
     async def see_folder(self, folder: Path, token: str, wait_s: float) -> list[FolderView]:
         """What each rank sees of it: see ``orchestrator.shared_folder``."""
         return await self._all("see_folder", lambda rank: rank.see_folder.remote(str(folder), token, wait_s))
+
+
+def _parcels(batch: Batch) -> list[Any]:
+    """Each once, in the order of their first groups."""
+    return list({id(kept.scored.address.parcel): kept.scored.address.parcel for kept in batch.groups}.values())
 
 
 async def _next_parcel(stream: Any) -> Any:

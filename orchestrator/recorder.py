@@ -138,7 +138,10 @@ class Recorder:
             if not self._write(self._samples, row):
                 break
         if self._record and outcome.batch.groups:
-            whole = [(kept, (await kept.scored.address.parcel)[kept.scored.address.place]) for kept in outcome.batch.groups]
+            found = [(kept, await group_at(kept.scored.address)) for kept in outcome.batch.groups]
+            whole = [(kept, group) for kept, group in found if group is not None]
+            if len(whole) < len(found):  # they were trained: only their record is lost with their node
+                self.event("unrecorded", step=outcome.batch.step, num_groups=len(found) - len(whole))
             path = self._folder / "groups" / f"step-{outcome.batch.step:06d}.jsonl"
             try:
                 await asyncio.to_thread(_write_groups, path, whole)

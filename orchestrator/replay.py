@@ -158,6 +158,8 @@ class ReplayFleet:
         self._put = put
         self._finished: asyncio.Queue[list[Finished]] = asyncio.Queue()
         self._version = 0
+        self.manned = asyncio.Event()
+        self.manned.set()
         self.num_groups: Counter[str] = Counter()
         self.scores: dict[Visit, tuple[Score, ...]] = {}  # of what was given out and not yet scored
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 
 from configs.schema import RewardConfig, RewardPart
 from rewards.compose import policies
-from rewards.lane import GRACE_S
+from rewards.lane import GRACE_S, MAX_TRIES, RESTART_S
+from rewards.process import START_S
 from rewards.verifiers import load_verifier
 
 
@@ -38,6 +39,13 @@ def longest_s(reward: RewardConfig, num_completions: int) -> float:
         * (1 + (num_completions - 1) / (part.num_processes or reward.num_workers))
         for name, part in reward.parts.items()
     )
+
+
+def still_s(reward: RewardConfig) -> float:
+    """Seconds in which a pool that has completions to judge ends some call at least: the longest a call may take, after a process was
+    lost and the next ones failed to start."""
+    longest = max(part.timeout_s or reward.timeout_s for part in reward.parts.values())
+    return longest + GRACE_S + MAX_TRIES * (START_S + RESTART_S)
 
 
 def isolation_levels(reward: RewardConfig) -> dict[str, str]:

@@ -31,7 +31,7 @@ from configs.schema import DeadlinesConfig
 from orchestrator.errors import RunStopped
 from orchestrator.fleet import Worker, words
 from orchestrator.handles import LearnerHandle, StepReport
-from orchestrator.stages import Batch
+from orchestrator.stages import Batch, Kept
 from orchestrator.waits import DeadlinePassed, Waits
 from rollout.engine import Wake
 
@@ -102,6 +102,10 @@ class Turns:
         pusher.on_delivered = self._delivered
 
     # ---- as learner and pusher --------------------------------------------------------------------------------------
+
+    async def fetch(self, batch: Batch) -> list[Kept]:
+        """Whosever turn it is: it needs no device, and engines may have to refill the batch."""
+        return await self._learner.fetch(batch)
 
     async def prepare(self, batch: Batch) -> dict[str, float]:
         await self.to_learner()

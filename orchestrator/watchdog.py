@@ -31,7 +31,7 @@ from orchestrator.departure import Vigil
 from orchestrator.run_folder import HEARTBEAT, STACKS, write_json
 from orchestrator.stacks import STOPPED, Look, Portrait, Process, here_id, look, on_nodes, portray, whereabouts
 from orchestrator.waits import Wait, Waits
-from orchestrator.workers import end_process
+from orchestrator.workers import end_processes
 from rollout.stack_signal import listen
 
 DRIVER = "driver"
@@ -86,6 +86,7 @@ class Watchdog:
         self._began = time.time()
         self._last_row = 0.0
         self._num_files = 0
+        self._portraying: dict[Process, asyncio.Task[dict[Process, Portrait]]] = {}
         self._beat: asyncio.Task[None] | None = None
         self._vigil: Vigil | None = None
         self._own: TextIO | None = None  # the driver's stacks
@@ -140,8 +141,19 @@ class Watchdog:
     async def _portraits(self, owner: str, budget_s: float) -> dict[Process, Portrait | None]:
         """Of whoever has to answer for the owner; and of the driver, which waits and may be to blame itself."""
         processes = await self._processes(lambda name: name == DRIVER or _answers(name, owner))
-        seen = await on_nodes(portray, processes, budget_s, budget_s / 2)
+        fresh = [process for process in processes if process not in self._portraying]
+        if fresh:  # one that is asked at the moment is not asked by another: each would take the other's answer away
+            asked = asyncio.create_task(on_nodes(portray, fresh, budget_s, budget_s / 2))
+            self._portraying |= dict.fromkeys(fresh, asked)
+            asked.add_done_callback(lambda _: self._forget(fresh))
+        seen: dict[Process, Portrait] = {}
+        for task in {self._portraying[process] for process in processes}:
+            seen |= await asyncio.shield(task)
         return {process: seen.get(process) for process in processes}
+
+    def _forget(self, asked: Sequence[Process]) -> None:
+        for process in asked:
+            del self._portraying[process]
 
     async def _tell(
         self, wait: Wait, others: Sequence[Wait], portraits: Mapping[Process, Portrait | None], limit_s: float
@@ -283,13 +295,7 @@ class Watchdog:
         wait = Wait(owner=process.name, name="a sign of life", deadline_s=self._pulse.limit_s, since=since)
         await self.breach(wait, self._waits.open())
         with contextlib.suppress(RayError):
-            await on_nodes(_end, [process], LOOK_S)
-
-
-def _end(pids: Sequence[int]) -> dict[int, None]:
-    for pid in pids:
-        end_process(pid)
-    return dict.fromkeys(pids)
+            await on_nodes(end_processes, [process], LOOK_S)
 
 
 def _answers(name: str, owner: str) -> bool:

@@ -33,6 +33,7 @@ class PoolHealth:
     num_lost: int  # processes that were killed or died, and were replaced, since the start
     num_recycled: int  # processes that were replaced after their share of items, or for the memory they kept
     num_retried: int  # calls that were made again by a policy
+    num_ended: int  # calls that have ended since the start, by a verdict or with their process
     num_queued: int  # calls that no process has been given
     num_running: int  # calls under way
     longest_running_s: float  # of these; 0.0 without any
@@ -63,6 +64,7 @@ class RewardPool:
         self._ended: str | None = None  # why no more is scored
         self._orders = itertools.count()
         self._num_retried = 0
+        self._num_ended = 0
         shared = {name: part for name, part in reward.parts.items() if part.num_processes is None}
         own = [({name: part}, part.num_processes) for name, part in reward.parts.items() if part.num_processes is not None]
         groups = [*([(shared, reward.num_workers)] if shared else []), *own]
@@ -144,6 +146,7 @@ class RewardPool:
             num_lost=sum(seat.num_lost for seat in seats),
             num_recycled=sum(seat.num_recycled for seat in seats),
             num_retried=self._num_retried,
+            num_ended=self._num_ended + sum(seat.num_lost for seat in seats),
             num_queued=sum(lane.num_queued() for lane in self._lanes),
             num_running=len(running),
             longest_running_s=max(running, default=0.0),
@@ -184,6 +187,7 @@ class RewardPool:
     def _judged(self, state: _Item, task: Task, score: Score) -> None:
         """Takes the verdict of a call: a retry, or the part's own score."""
         with self._changed:
+            self._num_ended += 1
             if task.done:
                 return
             num_calls = state.num_calls[task.part] = state.num_calls.get(task.part, 0) + 1

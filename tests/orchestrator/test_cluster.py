@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -22,8 +23,8 @@ from configs.schema import ClusterConfig
 from orchestrator import cluster
 from orchestrator.cluster import Demand, join_address, start_cluster
 from orchestrator.errors import RunStopped
-from orchestrator.fleet import RayScorer
 from orchestrator.placement import Reservation, reserve
+from orchestrator.pools import RayScorer
 from orchestrator.stages import Address, Finished
 from rollout.records import GroupMeta, Prompt, Purpose, Visit
 
@@ -177,6 +178,19 @@ def test_more_than_the_books_hold_is_refused_with_both_numbers(demand, words):
     assert not ray.is_initialized()
 
 
+def test_a_run_that_asks_for_more_than_there_is_ends_with_both_numbers(environment, tmp_path):
+    """B166, of the whole run: within its minute, with the reason last."""
+    asked = ["rollout.num_workers=4", "cluster.address=local", "cluster.num_cpus=2", "model.random_weights=true"]
+    command = [str(BIN / "limen"), "train", *asked, f"run_dir={tmp_path / 'run'}"]
+    started = time.monotonic()
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert time.monotonic() - started < 60
+    assert done.returncode == 3, done.stderr
+    assert re.match(
+        r"limen: stopped: the run asks for 6 CPUs .* has 2 available; lower rollout\.num_workers", done.stderr.splitlines()[-1]
+    )
+
+
 def test_what_others_hold_is_not_waited_for_without_end(two_cpus):
     """B166, where the books would do but the CPUs are taken: an error with what was asked and what is free."""
 
@@ -221,7 +235,8 @@ def test_text_is_scored_by_the_pool_of_its_workers_node():
         return Finished(meta, Address(parcel, 0))
 
     pools = {"A": Pool(), "B": Pool()}
-    scorer = RayScorer(pools, {"rollout-0": "A", "rollout-1": "B", "rollout-1.1": "elsewhere"}, {"p": prompt}, replace=None)
+    nodes = {"rollout-0": "A", "rollout-1": "B", "rollout-1.1": "elsewhere"}
+    scorer = RayScorer(pools, nodes.__getitem__, {"p": prompt}, replace=None)
     groups = [
         finished("rollout-1", "b"),
         finished("rollout-0", "aa"),

@@ -57,6 +57,8 @@ class World:
         self.outcomes = []
         self.queue = asyncio.Queue()
         self.lost = asyncio.Queue()
+        self.manned = asyncio.Event()
+        self.manned.set()
         self.tasks = set()
         self.cancelled = set()
         self.loop = None
@@ -99,6 +101,9 @@ class World:
             return (score(1.0), score(0.0), score(0, Status.TIMEOUT), score(0, Status.ERROR), score(0, Status.ERROR))
         dropped = self.by_version(visit, version) if self.by_version else self.drop(visit)
         return (score(1.0), score(1.0 if dropped else 0.0))
+
+    async def fetch(self, batch):
+        return []
 
     async def prepare(self, batch):
         self.log.append(("prepare", batch.step))

@@ -101,7 +101,7 @@ class Machine:
     """Actors by their place, made when a job first asks for them."""
 
     def __init__(self):
-        self.workers, self.ranks, self.pools, self.nodes = {}, {}, None, {}
+        self.workers, self.ranks, self.pools = {}, {}, None
 
     def launcher(self, config, stuff):
         return SharedLauncher(self, config, stuff)
@@ -123,8 +123,6 @@ class SharedLauncher(launch.Launcher):
             if config.learner.num_ranks not in machine.ranks:
                 machine.ranks[config.learner.num_ranks] = super().ranks()
             machine.pools = machine.pools or super().rewards()
-            machine.nodes |= self.nodes
-        self.nodes = machine.nodes
 
     def rollout_worker(self, number, **_):
         worker = self.machine.workers[number]
@@ -294,7 +292,7 @@ def unbroken(bench):
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_run_repeats(bench, unbroken, num_workers):
-    """Done when 4: same picks, tokens, scores, batches, weights and metrics, whether one worker or two make the groups."""
+    """Done when 4, B123: same picks, tokens, scores, batches, weights and metrics, whether one worker or two make the groups."""
     again = train(bench, f"again-{num_workers}", f"rollout.num_workers={num_workers}")
     assert len(metrics(again)) == 6
     for step, row in metrics(again).items():
@@ -352,6 +350,17 @@ def test_a_checkpoint_of_the_last_step_is_written_once_and_named(bench):
         assert summary["checkpoint"] == "step-000004"
         assert summary["best_checkpoint"] == "step-000004"
         assert read(checkpoint(run, 4) / "manifest.json")["pass_at_1"] == summary["pass_at_1_after"]
+
+
+def test_a_run_whose_data_end_before_its_steps_saves_the_last_one_once(bench):
+    """B149: groups without signal use up visits, so the data end before the steps that they were reckoned to last."""
+    off = ("evaluation.every=0", "evaluation.before=false", "evaluation.after=false")
+    run = train(bench, "used-up", "steps=null", "data.num_epochs=0.4", "checkpoint.every=100", *off)
+    last = max(metrics(run))
+    assert [row["step"] for row in events(run, "checkpoint")] == [last]
+    assert find_checkpoint(run, pytest.fail).step == last
+    summary = read(run / "summary.json")
+    assert (summary["exit_reason"], summary["checkpoint"]) == ("data used up", f"step-{last:06d}")
 
 
 def test_another_optimizer_is_refused_by_its_key(bench, unbroken):
@@ -413,7 +422,10 @@ def test_a_rank_that_dies_while_saving_leaves_the_earlier_checkpoint(bench, two_
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Job, "after_step", at_step_4)
-        with pytest.raises(SaveFailed, match=r"checkpoint of step 4 could not be written \(RankFailed: learner rank 1 died in 'save': Actor.*step-000003 stands"):
+        with pytest.raises(
+            SaveFailed,
+            match=r"checkpoint of step 4 could not be written \(RankFailed: learner rank 1 died in 'save': Actor.*step-000003 stands",
+        ):
             go(bench, folder, load_config([*CONFIG, *TWO]), None)
     assert not checkpoint(folder, 4).exists()
     for rank in bench.machine.ranks.pop(2):

@@ -16,7 +16,7 @@ from configs.schema import ClusterConfig
 from orchestrator import cluster
 from orchestrator.actors import RewardActor
 from orchestrator.errors import RunStopped
-from orchestrator.fleet import RayScorer
+from orchestrator.pools import RayScorer
 from orchestrator.stages import Address, Finished
 from rollout.records import Completion, Finish, Group, Prompt, Purpose, Status, Visit, describe_group
 
@@ -62,16 +62,16 @@ class Bench:
         self.reward = reward
         self.actors, self.reasons, self.prompts = [], [], {}
         self.told = []
-        self.scorer = RayScorer({"here": self.make()}, {"rollout-0": "here"}, self.prompts, self.replace, self.told.extend)
+        self.scorer = RayScorer({"here": self.make()}, lambda worker: "here", self.prompts, self.replace, self.told.extend)
 
     def make(self):
         self.actors.append(ray.remote(RewardActor).options(max_concurrency=8).remote(self.reward))
         return self.actors[-1]
 
-    def replace(self, node, reason):
+    async def replace(self, node, reason):
         assert node == "here"
         self.reasons.append(reason)
-        return self.make()
+        return "here", self.make()
 
     async def score(self, part, asked, *, purpose=Purpose.TRAIN):
         """The scores of each group of ``asked``, which is (prompt id, prompt, answer, completions)."""
@@ -166,4 +166,4 @@ async def test_a_policy_that_fails_ends_the_run_with_the_part_the_prompt_and_the
 
 
 async def test_a_pool_tells_the_rung_of_its_sandbox(bench):
-    assert await bench.scorer._pools["here"].isolation.remote({"code": "rlimits"}) == {"code": "rlimits"}
+    assert await bench.scorer.pools["here"].isolation.remote({"code": "rlimits"}) == {"code": "rlimits"}

@@ -196,6 +196,7 @@ async def test_a_worker_that_is_new_sleeps_too_and_one_started_in_the_engines_tu
 async def test_no_worker_starts_in_the_learners_turn_and_the_turn_waits_for_one_that_does(monkeypatch):
     """What Turns asks of the real crew: hold and go_on."""
     monkeypatch.setattr(workers.ray, "kill", lambda actor: None)
+    monkeypatch.setattr(workers, "whereabouts", lambda name, actor: None)
     made, ready = [], asyncio.Event()
 
     async def facts():
@@ -214,9 +215,11 @@ async def test_no_worker_starts_in_the_learners_turn_and_the_turn_waits_for_one_
     crew._facts.clear()  # no process stands behind these
     ready.clear()
     crew.lose(first[0], "dead", "gone")
+    async with asyncio.timeout(5):
+        while made[2:] != [(0, 1)]:
+            await asyncio.sleep(0.01)
     hold = asyncio.create_task(crew.hold())
     await asyncio.sleep(0.2)
-    assert made[2:] == [(0, 1)]
     assert not hold.done(), "a worker that is being started has the device"
     ready.set()
     crew.go_on()

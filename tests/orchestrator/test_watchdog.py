@@ -155,6 +155,22 @@ async def test_of_ranks_that_wait_for_one_another_the_one_is_named_that_did_not_
     assert "learner-0" not in str(error.value)
 
 
+async def test_breaches_at_one_time_do_not_take_each_others_answers(world):
+    """Of the same process: what it writes for one of them it has written for all."""
+    w = world()
+    rank = w.make("learner-0")
+    await rank.facts.remote()
+    grinding = asyncio.ensure_future(rank.grind.remote(20))
+    deadlines = [2.0 + 0.04 * i for i in range(5)]
+    waits = [w.waits.wait(asyncio.shield(grinding), owner="learner", name=f"{s}", deadline_s=s) for s in deadlines]
+    assert all(isinstance(error, DeadlinePassed) for error in await asyncio.gather(*waits, return_exceptions=True))
+    breaches = w.named("deadline_passed")
+    assert len(breaches) == 5
+    for breach in breaches:
+        assert "in grind" in breach["culprits"]["learner-0"]
+        assert "in grind" in (w.folder / breach["stacks"]).read_text()
+
+
 async def test_an_answer_that_comes_while_the_stacks_are_taken_is_an_answer(world):
     w = world()
     rank = w.make("learner-0")
@@ -410,7 +426,7 @@ async def test_a_worker_without_a_pulse_is_lost_and_replaced(monkeypatch, age_s,
 async def test_a_worker_that_does_not_take_visits_is_given_up_in_time():
     told, waits = [], Waits()
     fleet = RayFleet([], lambda visit: visit, waits, 0.2)
-    fleet.on_silent = lambda worker, reason: told.append((worker.name, reason))
+    fleet.on_lost = lambda worker, kind, error: told.append((worker.name, kind, str(error)))
 
     class Deaf:
         def __init__(self):
@@ -422,8 +438,8 @@ async def test_a_worker_that_does_not_take_visits_is_given_up_in_time():
     await fleet.submit(["a", "b"])
     await fleet.cancel(["a"])
     assert 0.4 <= time.monotonic() - started < 1.2
-    assert [name for name, _ in told] == ["rollout-0", "rollout-0"]
-    assert "'taking visits'" in told[0][1]
-    assert "'dropping visits'" in told[1][1]
+    assert [(name, kind) for name, kind, _ in told] == [("rollout-0", "silent")] * 2
+    assert "'taking visits'" in told[0][2]
+    assert "'dropping visits'" in told[1][2]
     assert fleet.depths()["outstanding"] == {"rollout-0": 1}
     fleet.close()
