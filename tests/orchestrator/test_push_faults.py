@@ -586,12 +586,27 @@ async def test_evaluation_visits_of_a_lost_worker_are_asked_of_the_others(world)
 
 
 async def test_a_place_that_is_filled_too_often_stops_the_run(world):
+    """B168: every engine of the place fails."""
     w = world(faults={f"rollout-1.{n}": at("facts", 1, "die") for n in range(1, 9)} | {"rollout-1": fails_in_bucket_3("die")})
     await w.start()
     await w.step(1)
     with pytest.raises(RunStopped, match=r"rollout-1\.3 is lost .*its place was filled 3 times already"):
         await w.fleet.next_finished()
     assert workers.MOST_REPLACEMENTS == 3
+
+
+async def test_a_step_that_all_engines_get_to_ends_the_count_of_failures(world):
+    """B168: of a place two fail to start after one that died, the next serves a step; then the same again, six in all."""
+    dies_at_start = {f"rollout-1.{n}": at("facts", 1, "die") for n in (1, 2, 4, 5)}
+    dies_in_step_3 = {"rollout-1.3": at("receive", 3 * 5 + 5 + 4, "die")}  # its proof, step 2, and three buckets went before
+    w = world(faults=dies_at_start | dies_in_step_3 | {"rollout-1": fails_in_bucket_3("die")})
+    await w.start()
+    for version, in_use in ((1, "rollout-1.3"), (2, "rollout-1.3"), (3, "rollout-1.6")):
+        await w.step(version)
+        await w.until(lambda in_use=in_use: w.in_use() == ["rollout-0", in_use])
+        assert {w.engines[name].version for name in w.in_use()} == {version}
+    assert [lost["worker"] for lost in w.named("worker_lost")] == ["rollout-1", *(f"rollout-1.{n}" for n in range(1, 6))]
+    assert len(w.named("worker_lost")) > workers.MOST_REPLACEMENTS
 
 
 async def test_two_pushes_at_once_go_one_after_the_other(world):
