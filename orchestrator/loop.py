@@ -331,7 +331,7 @@ class Loop:
         for item in scored if proven else []:
             self._settle(item, asked[item.meta.visit])
         if scored:  # now, not when the step closes: refills for what was dropped would go on being generated in vain
-            group_size = scored[0].meta.num_finished + len(scored[0].meta.unfinished)
+            group_size = len(scored[0].scores) + len(scored[0].meta.unfinished)
             self._check_verifiers(at_least=self._settings.groups_per_step * group_size)
         await self._produce()
         self._progress.set()
@@ -465,6 +465,7 @@ class Loop:
                 self._dropped[judged.reason] -= 1
                 surplus.append(judged.pick)
         self._dropped["surplus"] += len(surplus)
+        self._num_picked -= len(surplus)  # should the batch lose a group before it is trained, it is filled again
         self._dropped += Counter()  # drops reasons that came to nothing
 
     @property
