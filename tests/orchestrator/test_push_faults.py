@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 
 import numpy as np
 import pytest
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayTaskError
 
 from configs.schema import DeadlinesConfig, Dtype
 from orchestrator import workers
@@ -656,3 +657,175 @@ async def test_a_false_alarm_costs_a_proof_and_nothing_else(world):
     await w.step(1, StepReport({"mismatch/same_version": 0.5}, 1, moved=True))
     assert [name for name, _ in w.events] == ["mismatch", "proven_again", "proven_again"]
     assert w.in_use() == ["rollout-0", "rollout-1"]
+
+
+async def test_a_learner_that_does_not_score_for_the_new_proof_is_a_push_that_is_late(world):
+    w = world(push_s=1.5)
+    await w.start()
+    w.learner.score_tokens = lambda rows, temperature: asyncio.sleep(60)
+    with pytest.raises(DeadlinePassed, match=r"push did not finish 'version 1' within 1\.5 s"):
+        async with asyncio.timeout(5):
+            await w.step(1, StepReport({"mismatch/same_version": 0.5}, 1, moved=True))
+
+
+def raises(times):
+    """An engine whose every call raises so often: its own words and its traceback come back with Ray's."""
+
+    def fault(call, argument, number):
+        if call == "submit" and times:
+            times.pop()
+            raise RayTaskError(
+                "submit",
+                "Traceback (most recent call last):\n  engine.py, line 7\nRuntimeError: no kernel",
+                RuntimeError("no kernel"),
+            )
+
+    return fault
+
+
+async def test_an_engine_that_raises_on_every_call_ends_the_run_with_its_words_and_the_count(world):
+    """B168, first part: its visits are asked of each that takes its place, and the traceback is told each time."""
+    endless = [None] * 1000
+    w = world(1, faults={f"rollout-0{n}": raises(endless) for n in ("", ".1", ".2", ".3", ".4")})
+    await w.start()
+    visit = Visit("p0", 0, Purpose.TRAIN)
+
+    async def asking():
+        await w.fleet.submit([visit])
+        while True:
+            await w.fleet.submit((await w.fleet.next_lost()).visits)
+
+    again = asyncio.create_task(asking())
+    async with asyncio.timeout(10):
+        with pytest.raises(
+            RunStopped, match=r"rollout-0\.3 is lost \(RuntimeError: no kernel\), and its place was filled 3 times"
+        ) as stopped:
+            await w.fleet.next_finished()
+    again.cancel()
+    assert "engine.py, line 7" in str(stopped.value.__cause__)
+    lost = w.named("worker_lost")
+    assert [(fields["worker"], fields["kind"]) for fields in lost] == [
+        (f"rollout-0{n}", "failed") for n in ("", ".1", ".2", ".3")
+    ]
+    assert all("engine.py, line 7" in fields["traceback"] for fields in lost)
+
+
+async def test_an_engine_that_raises_twice_and_then_works_is_forgiven(world):
+    """B168, second part: two of five calls raise; the step completes, and its push gives the place all its replacements again."""
+    twice = [None] * 2
+    w = world(1, faults={f"rollout-0{n}": raises(twice) for n in ("", ".1", ".2")})
+    await w.start()
+    visit = Visit("p0", 0, Purpose.TRAIN)
+    await w.fleet.submit([visit])
+    for _ in range(2):
+        await w.fleet.submit((await w.fleet.next_lost()).visits)
+    await w.until(lambda: w.in_use() == ["rollout-0.2"])
+    await w.until(lambda: ("submit", [visit]) in w.engines["rollout-0.2"].log)
+    assert w.crew._since_proof[0] == 2
+    await w.step(1)
+    assert w.crew._since_proof[0] == 0
+    assert len(w.named("worker_lost")) == 2
+
+
+@pytest.mark.parametrize(
+    "error", [OutOfMemoryError("killed by Ray's memory monitor"), ActorUnavailableError("no connection", b"1" * 16)]
+)
+async def test_whatever_ray_calls_the_end_of_a_worker_it_is_replaced(world, error):
+    def dies(call, argument, number):
+        if call == "submit":
+            raise error
+
+    w = world(faults={"rollout-1": dies})
+    await w.start()
+    await w.fleet.submit([Visit(f"p{i}", 0, Purpose.TRAIN) for i in range(2)])
+    lost = await w.fleet.next_lost()
+    assert (lost.worker, lost.reason, len(lost.visits)) == ("rollout-1", "lost_worker", 1)
+    await w.until(lambda: w.in_use() == ["rollout-0", "rollout-1.1"])
+
+
+async def test_a_visit_that_no_engine_can_take_is_no_fault_of_the_worker(world):
+    def refuses(call, argument, number):
+        if call == "submit":
+            raise RayTaskError("submit", "ValueError: too long", ValueError("too long")).as_instanceof_cause()
+
+    w = world(faults={"rollout-1": refuses})
+    await w.start()
+    with pytest.raises(ValueError, match="too long"):
+        await w.fleet.submit([Visit(f"p{i}", 0, Purpose.TRAIN) for i in range(2)])
+    assert w.in_use() == ["rollout-0", "rollout-1"]
+
+
+async def test_evaluation_visits_of_a_worker_in_doubt_are_asked_of_the_others(world):
+    w = world()
+    await w.start()
+    visits = [Visit(f"p{i}", 0, purpose) for i, purpose in enumerate([Purpose.TRAIN, Purpose.EVAL] * 2)]
+    asking = asyncio.create_task(w.fleet.evaluate([visit for visit in visits if visit.purpose is Purpose.EVAL]))
+    await asyncio.sleep(0)
+    await w.fleet.submit([visit for visit in visits if visit.purpose is Purpose.TRAIN])
+    (worker,) = [worker for worker in w.fleet.workers if worker.name == "rollout-1"]
+    mine = w.fleet._outstanding["rollout-1"]
+    await w.crew.doubt(worker)
+    lost = await w.fleet.next_lost()
+    assert set(lost.visits) == {visit for visit in mine if visit.purpose is Purpose.TRAIN}
+    left = [visit for visit in mine if visit.purpose is Purpose.EVAL]
+    assert left
+    assert w.engines["rollout-0"].log[-1] == ("submit", left)
+    asking.cancel()
+
+
+async def test_a_slot_without_a_place_waits_while_the_others_go_on(world):
+    """The node of rollout-1 is gone. It is told once, costs no try, and is filled when there is a place."""
+    places = {0, 1}
+    w = world(faults={"rollout-1": at("submit", 1, "die")}, start_s=0.5)
+    w.crew._has_place = places.__contains__
+    lines = []
+    w.crew._tell = lines.append
+    await w.start()
+    places.remove(1)
+    await w.fleet.submit([Visit(f"p{i}", 0, Purpose.TRAIN) for i in range(2)])
+    lost = await w.fleet.next_lost()
+    await w.fleet.submit(lost.visits)
+    for version in (1, 2):
+        await w.step(version)
+        await asyncio.sleep(0.5)
+    assert w.in_use() == ["rollout-0"]
+    assert w.named("no_place") == [{"worker": "rollout-1"}]
+    assert ["no place for another worker instead of rollout-1" in line for line in lines] == [True]
+    places.add(1)
+    await w.until(lambda: w.in_use() == ["rollout-0", "rollout-1.1"])
+    assert w.engines["rollout-1.1"].version == 2
+
+
+async def test_with_no_worker_and_no_place_the_run_stops_with_the_reason(world):
+    places = {0}
+    w = world(1, faults={"rollout-0": at("submit", 1, "die")}, start_s=1.0)
+    w.crew._has_place = places.__contains__
+    await w.start()
+    places.clear()
+    await w.fleet.submit([Visit("p0", 0, Purpose.TRAIN)])
+    await w.fleet.next_lost()
+    assert not w.fleet.manned.is_set()
+    began = time.monotonic()
+    with pytest.raises(
+        RunStopped, match=r"no rollout worker is left, and for 1 s \(deadlines\.start_s\) there was no place .* rollout-0"
+    ):
+        async with asyncio.timeout(10):
+            await w.fleet.next_finished()
+    assert time.monotonic() - began >= 1.0
+
+
+async def test_a_place_that_is_lost_while_its_worker_starts_costs_no_try(world, monkeypatch):
+    """The node of the next worker leaves before that has started: Ray would have it wait for ever."""
+    places, killed = {0, 1}, []
+    monkeypatch.setattr(workers.ray, "kill", killed.append)
+    w = world(faults={"rollout-1": at("submit", 1, "die"), "rollout-1.1": at("facts", 1, "hang")})
+    w.crew._has_place = places.__contains__
+    await w.start()
+    await w.fleet.submit([Visit(f"p{i}", 0, Purpose.TRAIN) for i in range(2)])
+    await w.until(lambda: "rollout-1.1" in w.engines)
+    places.remove(1)
+    await w.until(lambda: w.named("no_place"))
+    assert killed == [w.engines["rollout-1.1"]]
+    places.add(1)
+    await w.until(lambda: w.in_use() == ["rollout-0", "rollout-1.2"])
+    assert [fields["worker"] for fields in w.named("worker_lost")] == ["rollout-1"]
