@@ -61,6 +61,7 @@ class Crew:
         self._facts: dict[str, dict[str, Any]] = {}
         self._num_made: Counter[int] = Counter()
         self._since_proof: Counter[int] = Counter()  # replacements by slot
+        self._stuck: set[str] = set()  # had made no decode step for too long when they were last asked
         self._tasks: set[asyncio.Task[None]] = set()
         self._may_start = asyncio.Event()
         self._may_start.set()
@@ -164,7 +165,13 @@ class Crew:
             self._found_lost(worker, "dead", error)
             return
         limit_s += self._deadlines.receive_s  # what a push brings is loaded between two steps
-        if health.last_step_age_s > limit_s and self.has(worker):
+        if health.last_step_age_s <= limit_s or not self.has(worker):
+            self._stuck.discard(worker.name)
+        elif (
+            worker.name not in self._stuck
+        ):  # once more: where all of the run was paused, it is in the middle of the step it was in
+            self._stuck.add(worker.name)
+        else:
             since = time.monotonic() - health.last_step_age_s
             stuck = Wait(owner=worker.name, name="a decode step", deadline_s=limit_s, since=since)
             self.lose(worker, "stuck", str(await self._waits.passed(stuck)))

@@ -423,6 +423,32 @@ async def test_a_worker_without_a_pulse_is_lost_and_replaced(monkeypatch, age_s,
     fleet.close()
 
 
+async def test_an_engine_that_was_paused_with_the_whole_run_is_not_stuck():
+    """Its last step is long ago when it is asked at once, and it makes the next one a moment later."""
+    events, waits = [], Waits()
+    fleet = RayFleet([], None, waits, 1.0)
+    crew = Crew(fleet, None, waits, DeadlinesConfig(heartbeat_s=0.2, receive_s=1.0), lambda n, **f: events.append((n, f)))
+    engine = FakeEngine(600.0)
+    told = engine.answer_health
+
+    async def steps_again():
+        health = await told()
+        engine.age_s = 0.0
+        return health
+
+    engine.health = FakeCall(steps_again)
+    await crew.start([Worker("rollout-0", engine)])
+    async with asyncio.timeout(5):
+        while engine.age_s:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.5)
+    engine.age_s = 600.0
+    await asyncio.sleep(0.3)
+    assert not events
+    crew.close()
+    fleet.close()
+
+
 async def test_a_worker_that_does_not_take_visits_is_given_up_in_time():
     told, waits = [], Waits()
     fleet = RayFleet([], lambda visit: visit, waits, 0.2)
