@@ -93,7 +93,13 @@ class Job:
             self._ledger.restore(resumed.state["ledger"], resumed.ledger_arrays())
         self._checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
         self._recorder = Recorder(
-            folder, config.log, stuff.by_id, incarnation=self._incarnation, record=config.rollout.record, seed=config.seed
+            folder,
+            config.log,
+            stuff.by_id,
+            incarnation=self._incarnation,
+            after_step=state["step"],
+            record=config.rollout.record,
+            seed=config.seed,
         )
         self._watchdog = Watchdog(
             folder,
@@ -259,12 +265,14 @@ class Job:
         if hasattr(self, "_fleet"):
             self._fleet.close()
         self._enter("closing")
-        await close_actors(self._named_actors(), self._waits, self.config.deadlines.close_s)
-        if hasattr(self, "_launcher"):
-            await self._launcher.give_back()
-        self._watchdog.close()
-        if lost := self._recorder.close():
-            self._miss(lost)
+        try:
+            await close_actors(self._named_actors(), self._waits, self.config.deadlines.close_s)
+            if hasattr(self, "_launcher"):
+                await self._launcher.give_back()
+        finally:
+            self._watchdog.close()
+            if lost := self._recorder.close():
+                self._miss(lost)
 
     def _miss(self, what: str) -> None:
         self.unwritten.append(what)

@@ -35,11 +35,21 @@ class Recorder:
     """The files of one run, of this incarnation."""
 
     def __init__(
-        self, folder: Path, log: LogConfig, prompts: Mapping[str, Prompt], *, incarnation: int, record: bool, seed: int
+        self,
+        folder: Path,
+        log: LogConfig,
+        prompts: Mapping[str, Prompt],
+        *,
+        incarnation: int,
+        after_step: int,
+        record: bool,
+        seed: int,
     ) -> None:
+        """``after_step`` is the one the incarnation goes on from: TensorBoard shows none of an earlier one's later steps."""
         self._folder = folder
         self._prompts = prompts
         self._incarnation = incarnation
+        purge_step = after_step + 1 if incarnation else None
         self._record = record
         self._seed = seed
         self._samples_per_step = log.samples_per_step
@@ -52,7 +62,7 @@ class Recorder:
         self._worst = WorstSamples()
         self.last_events: deque[tuple[float, str]] = deque(maxlen=10)  # time.time() and name, heartbeats aside
         self._told: dict[Purpose, Counter[int]] = {}  # failures told, by the step they came in
-        self._board = SummaryWriter(str(folder / "tensorboard")) if log.tensorboard else None
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step) if log.tensorboard else None
 
     def event(self, name: str, **fields: object) -> None:
         """A line of events.jsonl."""
@@ -169,6 +179,7 @@ class Recorder:
         prompt, completion = self._prompts[group.visit.prompt_id], group.completions[index]
         return {
             "step": step,
+            "incarnation": self._incarnation,
             "prompt_id": prompt.id,
             "stratum": prompt.stratum,
             "visit": group.visit.number,

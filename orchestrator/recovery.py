@@ -142,10 +142,16 @@ class Lives:
             await self._begin_again(ended)
 
     async def end(self, reason: str) -> None:
-        """Ends the last life and sums up the run."""
-        if not self._closed:
-            await self.job.close()
-        self.job.summarize(reason)
+        """Ends the last life and sums up the run. What fails in that must not hide why the run ended: it is in ``unwritten``."""
+        try:
+            if not self._closed:
+                await self.job.close()
+        except (RayError, OSError) as error:
+            self._unwritten.append(f"the end of its actors ({error})")
+        try:
+            self.job.summarize(reason)
+        except OSError as error:
+            self._unwritten.append(f"its summary ({error})")
 
     def event(self, name: str, **fields: object) -> None:
         """An event of the life that goes on; nothing where the next one could not be made."""

@@ -177,7 +177,7 @@ def test_a_file_that_is_written_whole_or_not_at_all_gives_its_room_back(make_dis
 
 
 def recorder(folder, *, tensorboard=False, record=False):
-    return Recorder(folder, LogConfig(tensorboard=tensorboard), {}, incarnation=0, record=record, seed=0)
+    return Recorder(folder, LogConfig(tensorboard=tensorboard), {}, incarnation=0, after_step=0, record=record, seed=0)
 
 
 def a_step(of, step):

@@ -26,7 +26,7 @@ def group(prompt_id, *times, status=Status.OK, purpose=Purpose.TRAIN):
 
 def test_a_run_that_ends_within_a_step_tells_the_slowest_the_most_failing_and_the_first_five(tmp_path):
     """No step ever closes. The evaluation before it has five of its own."""
-    recorder = Recorder(tmp_path, LogConfig(tensorboard=False), {}, incarnation=0, record=False, seed=0)
+    recorder = Recorder(tmp_path, LogConfig(tensorboard=False), {}, incarnation=0, after_step=0, record=False, seed=0)
     job = SimpleNamespace(_recorder=recorder, _step=3)
     Job._tell_scores(job, [group("e", *[0.1] * 6, status=Status.ERROR, purpose=Purpose.EVAL)])
     Job._tell_scores(job, [group("p1", 0.5, 2.0), group("p2", 0.1, 0.2, 0.3, 0.4, status=Status.TIMEOUT)])
