@@ -528,7 +528,7 @@ class Job:
         while unread := [item for item in held_groups(loop.state()).values() if item.scored.address not in groups]:
             name, deadline_s = f"groups of the checkpoint of step {self._step}", self.config.deadlines.checkpoint_s
             read = asyncio.gather(*(group_at(item.scored.address) for item in unread))
-            found = await self._wait(read, "learner", name, deadline_s)
+            found = await self._wait(read, "rollout workers", name, deadline_s)
             loop.forget(item.scored for item, group in zip(unread, found, strict=True) if group is None)
             groups |= {item.scored.address: group for item, group in zip(unread, found, strict=True) if group is not None}
         return groups

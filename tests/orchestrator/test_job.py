@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 
 from configs.compose import load_config
 from orchestrator.job import Job
-from orchestrator.stages import Batch, StepOutcome
+from orchestrator.stages import Address, Batch, Kept, LoopState, StepOutcome
 from orchestrator.waits import DeadlinePassed, Waits
 
 pytestmark = pytest.mark.timeout(30)
@@ -44,3 +45,16 @@ async def test_a_step_keeps_its_row_where_the_evaluation_after_it_fails():
         await Job.after_step(job, outcome)
     ((step, version, digest, metrics),) = rows
     assert (step, version, digest, metrics["time/step_s"]) == (5, 4, "00ff", 1.5)
+
+
+async def test_groups_that_do_not_come_for_a_checkpoint_are_no_fault_of_the_learner():
+    """They lie with the rollout workers; a learner that passes a deadline would have the run go back."""
+    pick, scored = SimpleNamespace(order=1), SimpleNamespace(address=Address(asyncio.Event().wait(), 0))
+    state = LoopState(waiting=(Kept(pick, scored),), judged=(), dropped={}, num_picked=1, budget=None)
+
+    async def wait(awaitable, owner, name, deadline_s):
+        return await Waits().wait(awaitable, owner=owner, name=name, deadline_s=deadline_s)
+
+    job = SimpleNamespace(_step=3, _wait=wait, config=load_config(["deadlines.checkpoint_s=0.2"]))
+    with pytest.raises(DeadlinePassed, match="rollout workers did not finish 'groups of the checkpoint of step 3'"):
+        await Job._held_groups(job, SimpleNamespace(state=lambda: state))
