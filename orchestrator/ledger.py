@@ -256,7 +256,6 @@ class Ledger:
         """It will not be trained, for a reason that is counted."""
         entry = self._entry(visit, *State)
         del self._open[visit]
-        self._taken_up.pop(entry.pick.order, None)
         self._dropped[entry.pick.order] = (entry, reason)
         self.counts[f"dropped/{reason}"] += 1
 
@@ -268,9 +267,9 @@ class Ledger:
         self.counts["kept"] -= entry.state is State.KEPT
         self._ask_again(entry, reason)
 
-    def take_back(self, pick: Pick, reason: str) -> None:
-        """Undoes a drop of the step in hand: the visit lies beyond a full batch, and whether it was judged before that was full is
-        chance."""
+    def take_back(self, pick: Pick, reason: str, why: str) -> None:
+        """Undoes a drop for ``reason`` of the step in hand; the visit is queued again. ``why``: it is surplus, beyond a full batch, and
+        whether it was judged before that was full is chance; or its group is of no use."""
         entry, dropped_for = self._dropped.get(pick.order, (None, None))
         if entry is None or dropped_for != reason or entry.pick != pick:
             raise LedgerError(
@@ -278,7 +277,7 @@ class Ledger:
             )
         del self._dropped[pick.order]
         self.counts[f"dropped/{reason}"] -= 1
-        self._ask_again(entry, "surplus")
+        self._ask_again(entry, why)
 
     def _ask_again(self, entry: Entry, reason: str) -> None:
         self._observed.pop(entry.pick.order, None)  # it will be scored anew
@@ -311,9 +310,8 @@ class Ledger:
         groups, prompts, right, valid = self._in_order(self._observed)
         self.rates.add(prompts, right, valid, version)
         self.answers.add(prompts.tolist(), [shown.observation.answers for shown in groups])
-        self._taken_up |= {
-            order: replace(shown, version=version) for order, shown in self._observed.items() if shown.visit in self._open
-        }
+        self._taken_up |= {order: replace(shown, version=version) for order, shown in self._observed.items()}
+        self._taken_up = {order: shown for order, shown in self._taken_up.items() if shown.visit in self._open}
         self._void.clear()
         self._observed.clear()
         self._dropped.clear()

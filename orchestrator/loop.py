@@ -273,16 +273,29 @@ class Loop:
             self._progress.set()
 
     def _give_back(self, lost: Lost) -> None:
-        """The worker's visits are asked again under their numbers; of an unproven one also what waits to be trained."""
+        """The worker's visits are asked again under their numbers; of an unproven one also what waits to be trained, and what this step
+        has dropped for what it made of it."""
         picks = [self._running.pop(visit).pick for visit in lost.visits if visit in self._running]
         doubtful: list[Pick] = []
+        dropped: list[Judged] = []
         if lost.reason == "unproven":
             self._num_doubts[lost.worker] += 1
             doubtful = [kept.pick for kept in self._buffer.values() if kept.scored.meta.worker == lost.worker]
+            dropped = [j for j in self._judged.values() if j.reason is not None and j.scored.meta.worker == lost.worker]
         for pick in doubtful:
             del self._buffer[pick.order]
             self._judged.pop(pick.order, None)  # not there where an earlier step judged it
-        self._ask_again([*picks, *doubtful], lost.reason, lost.worker)
+        self._take_back(dropped, lost.reason)
+        self._ask_again([*picks, *doubtful], lost.reason, lost.worker, num_more=len(dropped))
+
+    def _take_back(self, dropped: Sequence[Judged], why: str) -> None:
+        """Drops of the step in hand are none: their visits are queued again."""
+        for judged in dropped:
+            assert judged.reason is not None
+            del self._judged[judged.pick.order]
+            self._ledger.take_back(judged.pick, judged.reason, why)
+            self._dropped[judged.reason] -= 1
+        self._dropped += Counter()  # drops reasons that came to nothing
 
     def forget(self, lost: Iterable[Scored]) -> None:
         """Groups that lay on a node which is gone: what was kept is asked again, of what was dropped nothing more is told. The rest of a
@@ -298,11 +311,12 @@ class Loop:
         for worker, picks in again.items():
             self._ask_again(picks, "lost_node", worker)
 
-    def _ask_again(self, picks: Sequence[Pick], reason: str, worker: str | None) -> None:
+    def _ask_again(self, picks: Sequence[Pick], reason: str, worker: str | None, *, num_more: int = 0) -> None:
+        """``num_more``: of the same worker and for the same reason, queued again already."""
         for pick in picks:
             self._ledger.requeue(pick.visit, reason)
-        self._num_picked -= len(picks)  # they are no new visits of the step
-        self._observer.event("visits_lost", worker=worker, reason=reason, num_visits=len(picks))
+        self._num_picked -= len(picks) + num_more  # they are no new visits of the step
+        self._observer.event("visits_lost", worker=worker, reason=reason, num_visits=len(picks) + num_more)
 
     async def _score(self, finished: Sequence[Finished]) -> None:
         # The rest was cancelled, or is the second answer of an engine that had made a group before it was told to stop
@@ -457,16 +471,13 @@ class Loop:
         for pick in surplus:
             self._ledger.requeue(pick.visit, "surplus")
         last = groups[-1].pick.order if len(groups) == self._settings.groups_per_step else max(self._judged, default=0)
-        beyond = [order for order in self._judged if order > last]
-        for order in beyond:
-            judged = self._judged.pop(order)
-            if judged.reason is not None:
-                self._ledger.take_back(judged.pick, judged.reason)
-                self._dropped[judged.reason] -= 1
-                surplus.append(judged.pick)
-        self._dropped["surplus"] += len(surplus)
-        self._num_picked -= len(surplus)  # should the batch lose a group before it is trained, it is filled again
-        self._dropped += Counter()  # drops reasons that came to nothing
+        beyond = [judged for order, judged in self._judged.items() if order > last]
+        dropped = [judged for judged in beyond if judged.reason is not None]
+        self._take_back(dropped, "surplus")
+        for judged in beyond:
+            self._judged.pop(judged.pick.order, None)
+        self._dropped["surplus"] += len(surplus) + len(dropped)
+        self._num_picked -= len(surplus) + len(dropped)  # should the batch lose a group before it is trained, it is filled again
 
     @property
     def _seen(self) -> list[Scored]:

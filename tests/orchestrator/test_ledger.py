@@ -185,16 +185,16 @@ def test_only_a_drop_of_the_step_in_hand_is_taken_back():
     ledger.drop(one.visit, "x")
     ledger.drop(two.visit, "x")
     with pytest.raises(LedgerError, match="was not dropped for y in this step"):
-        ledger.take_back(one, "y")
-    ledger.take_back(one, "x")
+        ledger.take_back(one, "y", "surplus")
+    ledger.take_back(one, "x", "surplus")
     with pytest.raises(LedgerError, match="was not dropped for x in this step"):
-        ledger.take_back(one, "x")
+        ledger.take_back(one, "x", "surplus")
     assert ledger.counts == {"picked": 3, "dropped/x": 1, "requeued/surplus": 1}
     ledger.close_step(0)
     assert seen_of(ledger, one.visit.prompt_id) == 0, "what it showed went with it"
     assert seen_of(ledger, two.visit.prompt_id) == 4
     with pytest.raises(LedgerError, match="was not dropped for x in this step"):
-        ledger.take_back(two, "x")
+        ledger.take_back(two, "x", "surplus")
     assert ledger.pick(1) == [one]
     assert ledger.num_open == 2
 
@@ -252,6 +252,19 @@ def test_a_kept_group_that_is_asked_again_after_its_step_speaks_once():
     resumed.close_step(1)
     assert seen_of(resumed, visit.prompt_id, 1) == 0
     assert resumed.answers.of(place) == ({}, 0)
+
+
+def test_a_drop_of_a_group_that_an_earlier_step_took_up_is_undone_whole():
+    ledger = make()
+    pick = ledger.pick(1)[0]
+    advance(ledger, [pick.visit], State.KEPT, Observation(3, 4, (5,)))
+    ledger.close_step(0)
+    ledger.drop(pick.visit, "late")
+    ledger.take_back(pick, "late", "unproven")
+    assert ledger.counts["requeued/unproven"] == 1
+    ledger.close_step(0)
+    assert seen_of(ledger, pick.visit.prompt_id) == 0
+    assert ledger.answers.of(int(ledger.prompts.find([pick.visit.prompt_id])[0])) == ({}, 0)
 
 
 def test_visits_are_picked_while_a_checkpoint_is_copied():

@@ -128,7 +128,7 @@ class LedgerHistory(RuleBasedStateMachine):
         order = data.draw(st.sampled_from(sorted(self.of_step))) if self.of_step else None
         if order is not None:
             pick = next(entry.pick for entry, _ in self.ledger._dropped.values() if entry.pick.order == order)
-            self.ledger.take_back(pick, self.of_step.pop(order))
+            self.ledger.take_back(pick, self.of_step.pop(order), "surplus")
             del self.ended[order]
             self.is_void(order)
 

@@ -745,6 +745,46 @@ async def test_nothing_of_an_unproven_worker_is_trained():
     assert loop._ledger.counts["requeued/unproven"] > len(voided)
 
 
+@pytest.mark.parametrize(("max_lag", "step"), [(0, 1), (0, 3), (2, 3)])
+async def test_what_an_unproven_worker_made_drops_no_visit(max_lag, step):
+    """Its weights are not the learner's: all that it made in this step was wrong, and dropped. None of it counts, neither as a drop nor for
+    what is known of the prompts; the visits are asked again and trained."""
+    world = World()
+    loop = world.make(replace(SETTINGS, max_lag=max_lag, num_steps=6))
+    ledger, void, broken = loop._ledger, [], True
+
+    def scores(visit, version):
+        if broken and loop.step == step - 1:
+            void.append(visit)
+            return (score(0.0), score(0.0))
+        return (score(1.0), score(0.0))
+
+    world.scores = scores
+
+    async def doubts():
+        nonlocal broken
+        while len(void) < 6 or ledger.counts["dropped/zero_variance_unsolved"] < 3:
+            await asyncio.sleep(0.001)
+        running = tuple(v for v in loop._running if ledger.state_of(v) is State.RUNNING)
+        world.cancelled |= set(running)
+        broken = False
+        world.lost.put_nowait(Lost("w", running, "unproven"))
+
+    doubting = asyncio.create_task(doubts())
+    assert await loop.run() == "done"
+    await doubting
+    assert len(void) >= 6
+    assert ledger.counts["dropped/zero_variance_unsolved"] == 0
+    trained = {pick.visit for batch in world.batches for pick in batch}
+    assert set(void) <= trained
+    assert all(outcome.dropped.keys() <= {"surplus"} for outcome in world.outcomes)
+    places = ledger.prompts.find([visit.prompt_id for visit in void])
+    prior = ledger.rates.priors(loop.version)
+    right, wrong = (ledger.rates.posteriors(places, loop.version) - prior[ledger.rates.stratum[places]]).T
+    assert right == pytest.approx(wrong, abs=1e-5), "half of what they showed was right"
+    assert min(right) > 0.8
+
+
 class Unreliable(Losing):
     """Loses visits, and now and then doubts its worker: what that has made and nobody trained is asked again. After ``left`` moments at
     which some stage began, the run is to be killed."""
