@@ -18,9 +18,9 @@ from configs.errors import ConfigError
 from configs.schema import Config
 from orchestrator import cluster
 from orchestrator.checkpoint import find_checkpoint
-from orchestrator.commands import EXIT_STOPPED, LEAVE_S, Interrupt, one_line
+from orchestrator.commands import LEAVE_S, Interrupt, one_line
 from orchestrator.console import evaluation_lines, printable
-from orchestrator.departure import Departure
+from orchestrator.departure import EXIT_STOPPED, Departure
 from orchestrator.errors import RunStopped
 from orchestrator.evaluation import choose_prompts, evaluate
 from orchestrator.fleet import RayFleet

@@ -17,7 +17,7 @@ from learner.warm_start import base_model_path
 from orchestrator import cluster
 from orchestrator.checkpoint import find_checkpoint
 from orchestrator.console import printable
-from orchestrator.departure import Departure
+from orchestrator.departure import EXIT_STOPPED, Departure
 from orchestrator.errors import RunStopped
 from orchestrator.grace import leave, leave_after
 from orchestrator.job import Job
@@ -26,7 +26,7 @@ from orchestrator.recovery import Lives, detail_of
 from orchestrator.run_folder import forget_empty, locked, make_run_folder, write_whole
 from orchestrator.waits import DeadlinePassed
 
-EXIT_STOPPED, EXIT_SIGINT, EXIT_SIGTERM = 3, 130, 143
+EXIT_SIGINT, EXIT_SIGTERM = 130, 143
 LEAVE_S = 120.0  # for files and the Ray instance to be closed, beside the actors
 MOST_LINES = 5  # of a library's message that is shown as the reason
 
