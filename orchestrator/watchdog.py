@@ -37,7 +37,10 @@ from rollout.stack_signal import listen
 DRIVER = "driver"
 EVIDENCE_S = 10.0  # to ask the culprits, and less where the deadline itself is shorter
 LOOK_S = 10.0  # for all nodes to tell how their processes are
-BLOCKED = 10  # times the limit of a standstill that is told, and the driver is left
+BLOCKED, LEAST_BLOCKED_S = (
+    10,
+    60.0,
+)  # times the limit that a standstill may last, and then the driver is left; at least so many seconds
 MOST_NAMED = 4  # suspects in the message of an error
 MOST_FILES = 200  # of stacks that one process of the driver writes
 SPARSE = 1000  # a heartbeat becomes an event when the run is a 1000th older than at the last one: a few thousand rows in weeks
@@ -97,7 +100,7 @@ class Watchdog:
         self._stacks.mkdir(exist_ok=True)
         self._own = self._file(DRIVER).open("w", encoding="utf-8")
         self._waits.on_breach = self.breach
-        self._vigil = Vigil(BLOCKED * self._pulse.limit_s, f"where, shows {self._own.name}")
+        self._vigil = Vigil(max(LEAST_BLOCKED_S, BLOCKED * self._pulse.limit_s), f"where, shows {self._own.name}")
         self._beat = asyncio.create_task(self._beats())
 
     def close(self) -> None:
