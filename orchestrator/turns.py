@@ -11,9 +11,9 @@
 | push         | push            | the learner's weights into it                                       |
 | wake_cache   | rollout workers | memory for keys and values; engines can score, then generate        |
 
-Each has a deadline and is a ``turn`` event. A worker that fails in one is lost, as in a push; with a learner that fails the run goes back to its last checkpoint. While
-it is the learner's turn no engine is started: a replacement waits. A checkpoint between two steps needs the learner's states too, so
-it is a turn of its own, after which the same weights are pushed again.
+Each has a deadline and is a ``turn`` event. A worker that fails in one is lost, as in a push; with a learner that fails the run goes back
+to its last checkpoint. While it is the learner's turn no engine is started: a replacement waits. A checkpoint between two steps needs the
+learner's states too, so it is a turn of its own, after which the same weights are pushed again.
 """
 
 from __future__ import annotations
