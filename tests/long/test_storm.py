@@ -53,7 +53,7 @@ def growth(part: Path, what: str = "rss") -> dict[str, float]:
     for samples in lives(part).values():
         early, late = around(samples, EARLY, what), around(samples, LATE, what)
         if early and late:
-            grown[samples[0]["kind"]].append(late / early)
+            grown[samples[-1]["kind"]].append(late / early)
     return {kind: max(of_kind) for kind, of_kind in grown.items()}
 
 
@@ -62,8 +62,8 @@ def growth_of_successors(part: Path) -> dict[str, float]:
     at_age = defaultdict(list)
     for samples in lives(part).values():
         settled = [row["rss"] for row in samples if SETTLED[0] <= row["rows"] - samples[0]["rows"] <= SETTLED[1]]
-        if settled and samples[0]["kind"] in storm.ACTORS:
-            at_age[samples[0]["kind"]].append((samples[0]["born"], median(settled)))
+        if settled and samples[-1]["kind"] in storm.ACTORS:
+            at_age[samples[-1]["kind"]].append((samples[0]["born"], median(settled)))
     grown = {}
     for kind, of_kind in at_age.items():
         sizes = [size for _, size in sorted(of_kind)]
