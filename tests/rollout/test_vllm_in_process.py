@@ -7,11 +7,14 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
-from rollout.engine import Engine, EngineError, OnSwap, PushError, Sampling, engine_environment
+from configs.compose import dump_config, load_config
+from rollout.engine import Engine, EngineError, OnSwap, PushError, Sampling, Wake, engine_environment
 
 os.environ.update(engine_environment(num_threads=int(os.environ.get("OMP_NUM_THREADS", "1"))))  # before vLLM is imported
 
@@ -20,10 +23,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Co
 
 import rollout.vllm_in_process
 import rollout.vllm_weights
+from orchestrator.material import make_sampling
 from rollout.engine import GroupRequest
 from rollout.records import Completion, Finish, Group, Purpose, Visit, sampling_seed
 from rollout.tokenizer import character_tokenizer
-from rollout.vllm_in_process import EngineSpec, engine_args, make_engine
+from rollout.vllm_in_process import EngineSpec, engine_args, make_engine, sampling_params
 from rollout.weights import Bucket, Manifest, TensorSpec, digest_bytes
 
 pytestmark = pytest.mark.engine
@@ -196,6 +200,7 @@ def fresh(policy: Policy) -> None:
 
 
 def test_what_is_sampled_is_what_the_policy_says_and_no_generation_config_is_read(policy: Policy) -> None:
+    """B121, of the tokens themselves."""
     fresh(policy)
     policy.engine.submit([ask(number, group_size=8, seeded=number % 2 == 0) for number in range(6)])
     groups = collect(policy.engine, 6).values()
@@ -211,6 +216,20 @@ def test_what_is_sampled_is_what_the_policy_says_and_no_generation_config_is_rea
             assert one.text == "".join(LETTERS[token] for token in one.token_ids.tolist())
             assert set(one.versions.tolist()) == {policy.engine.health().version}
     assert any(one.finish is Finish.STOP for group in groups for one in group.completions)
+
+
+def test_a_request_spells_out_what_a_model_folder_would_set() -> None:
+    """B121: only a temperature is configured; a model's own file may name a penalty, top_k, top_p and another temperature."""
+    config = load_config(["rollout.temperature=1"])
+    params = sampling_params(make_sampling(config.rollout, (2,)), None)
+    assert (params.temperature, params.top_p, params.min_p, params.repetition_penalty) == (1.0, 1.0, 0.0, 1.0)
+    assert (params.presence_penalty, params.frequency_penalty, params.min_tokens) == (0.0, 0.0, 0)
+    assert params.top_k in (0, -1), "off"
+    assert (params.ignore_eos, params.stop_token_ids) == (True, [2])
+    stored = yaml.safe_load(dump_config(config, redact=True))["rollout"]
+    assert [stored[name] for name in ("temperature", "top_p", "top_k", "min_p")] == [1.0, 1.0, 0, 0.0], (
+        "they are stored with the run"
+    )
 
 
 def test_the_same_seeds_give_the_same_tokens_in_another_batching(policy: Policy) -> None:
@@ -276,15 +295,43 @@ def test_an_in_flight_swap_changes_the_policy_between_two_tokens(
             np.testing.assert_allclose(one.roll_logp, forced(policy, group, one), atol=1e-4)
 
 
-def test_a_cached_prompt_is_not_served_from_before_a_push(policy: Policy) -> None:
+@pytest.mark.parametrize("turns", [False, True], ids=["split", "colocated"])
+def test_a_cached_prompt_is_not_served_from_before_a_push(policy: Policy, turns: bool) -> None:
+    """B133: the same prompt before and after each of two pushes; in turns the engine slept meanwhile."""
     fresh(policy)
-    for seed in (1, 2):
+    for seed in (1, 2, 3):
         policy.engine.submit([ask(0, prompt_tokens=70)])  # two whole cache blocks, shared by the group
         (group,) = collect(policy.engine, 1).values()
         for one in group.completions:
             np.testing.assert_allclose(one.roll_logp, forced(policy, group, one), atol=1e-4)
         policy.perturb(0.1, seed=seed)
+        if turns:
+            policy.engine.sleep()
+            policy.engine.wake(Wake.WEIGHTS)
         fresh(policy)
+        if turns:
+            policy.engine.wake(Wake.CACHE)
+
+
+def read_ends(worker: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies of the embedding and of the head, which are one tensor where they are tied."""
+    model = worker.model_runner.get_model()
+    return model.model.embed_tokens.weight.detach().clone(), model.lm_head.weight.detach().clone()
+
+
+def test_after_a_push_embedding_and_head_are_the_policys(policy: Policy) -> None:
+    """B135: the policy's embedding changes; tied or two tensors, the engine has both as the policy has them, and the same scores."""
+    fresh(policy)
+    before = policy.model.get_input_embeddings().weight.detach().clone()
+    policy.perturb(0.1, seed=3)
+    fresh(policy)
+    ((embedding, head),) = policy.engine._stepper._core.collective_rpc(read_ends)
+    mine = policy.model.get_input_embeddings().weight
+    assert not torch.equal(mine, before)
+    assert torch.equal(embedding[: SIZES["vocab_size"]], mine)
+    assert torch.equal(head[: SIZES["vocab_size"]], policy.model.lm_head.weight)
+    assert torch.equal(embedding, head) == policy.tied
+    assert policy.error() < 1e-5
 
 
 def test_scoring_at_a_temperature_leaves_running_completions_alone(policy: Policy) -> None:
