@@ -244,9 +244,11 @@ def _next(story: Story, alive: bool) -> Iterator[str]:
     elif story.summary.get("incarnation") == story.incarnation and story.summary["exit_reason"] == "done":
         yield f"limen eval checkpoint_dir={story.folder}" if saved else "nothing: it is done"
     else:
-        stacks = sorted((story.folder / STACKS).glob("*.txt"))
+        # A driver that was killed leaves the file for its own stacks empty.
+        stacks = [path for path in (story.folder / STACKS).glob("*.txt") if path.stat().st_size]
         if stacks:
-            yield f"read {stacks[-1]}: what the culprits of its last deadline were doing"
+            newest = max(stacks, key=lambda path: path.stat().st_mtime_ns)
+            yield f"read {newest}: what was seen of the processes when it last hung"
         if not story.summary and beat:
             yield "find out who killed the driver: the scheduler, or the kernel for want of memory (`dmesg | grep -i kill`)"
         yield (

@@ -121,6 +121,22 @@ def test_what_was_lost_and_replaced_the_breaches_and_the_alarms(run):
     assert f"next: read the newest file in {run.folder / 'stacks'}" in out
 
 
+def test_returns_to_a_checkpoint_are_told_and_are_no_starts(run):
+    back = {
+        "event": "rolled_back",
+        "from_step": 42,
+        "to_step": 40,
+        "checkpoint": "step-000040",
+        "reason": "learner rank 1 died in 'train'",
+    }
+    first = back | {"from_step": 3, "to_step": 0, "checkpoint": None, "incarnation": 1}
+    run.events += [first, {"event": "started", "incarnation": 2}, back | {"incarnation": 3}]
+    out = run.say()
+    assert out.startswith(f"run {run.folder}, started 2 times, went back to a checkpoint 2 times\n")
+    assert "from step 3 to 0 (no checkpoint), for learner rank 1 died in 'train'" in out
+    assert "from step 42 to 40 (step-000040), for learner rank 1 died in 'train'" in out
+
+
 def test_a_driver_that_was_killed(run):
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
@@ -131,6 +147,22 @@ def test_a_driver_that_was_killed(run):
     )
     assert "last seen doing: train for 1 min 30 s" in out
     assert f"next: limen train resume={run.folder} goes on from its last checkpoint" in out
+
+
+def test_the_stacks_that_are_read_are_the_ones_written_last(run):
+    """The file of a driver is there from its start on, and empty where it never stood still."""
+    run.summary = {"exit_reason": "stopped", "incarnation": 0}
+    folder = run.folder / "stacks"
+    folder.mkdir()
+    empty, driver, learner = (
+        folder / f"2030010{day}-000000-{name}.txt" for day, name in ((3, "driver"), (1, "driver"), (2, "learner"))
+    )
+    empty.touch()
+    assert "next: read" not in run.say()
+    for seconds, file in enumerate((learner, driver)):
+        file.write_text("stacks")
+        os.utime(file, (NOW + seconds, NOW + seconds))
+    assert f"next: read {driver}: what was seen" in run.say()
 
 
 def test_a_number_that_is_another_process_by_now(run):
@@ -166,7 +198,7 @@ def test_a_run_that_ended_and_one_that_stopped_itself_and_was_resumed(run):
     assert f"next: limen eval checkpoint_dir={run.folder}" in out
     run.summary["exit_reason"] = "the verifier failed on 9 of 9"
     (run.folder / "stacks").mkdir()
-    (run.folder / "stacks" / "20300101-000000-learner.txt").write_text("")
+    (run.folder / "stacks" / "20300101-000000-learner.txt").write_text("learner did not finish")
     out = run.say()
     assert "state: ended: the verifier failed on 9 of 9" in out
     assert f"next: read {run.folder}/stacks/20300101-000000-learner.txt" in out
