@@ -136,6 +136,28 @@ async def test_later_steps_are_added_and_what_was_gone_back_over_is_discarded(ru
     assert "discarded by going back to a checkpoint: 2 steps, in which 12 visits were judged and 8 trained" in lines
 
 
+async def test_what_a_life_did_before_it_was_gone_back_over_is_not_counted_twice(run):
+    """After the checkpoint of step 1: step 2 with three visits lost and one stuck; a return by itself; step 2 anew, with one lost."""
+    stuck = {"event": "visit_stuck", "step": 2, "state": "running", "since_step": 1, "prompt_id": "s/9", "visit": 0, "order": 9}
+    lost = {"event": "visits_lost", "worker": "w", "reason": "lost_node"}
+    back = {"event": "rolled_back", "cause": "a learner rank died in 'train'", "incarnation": 1}
+    events = [
+        {"event": "checkpoint", "incarnation": 0, "step": 1},
+        lost | {"incarnation": 0, "num_visits": 3},
+        stuck | {"incarnation": 0},
+        back,
+        lost | {"incarnation": 1, "num_visits": 1},
+    ]
+    write_lines(run / "events.jsonl", events)
+    write_lines(run / "metrics.jsonl", [row(1, groups=3), row(2), row(2, 1, groups=2)])
+    lines = squeezed(report(run))
+    assert "trained 5" in lines
+    assert "asked again: lost_node 1, lost_worker 1" in lines
+    assert "discarded by going back to a checkpoint: 1 steps, in which 6 visits were judged and 4 trained" in lines
+    assert "went back by itself 1 times: a learner rank died in 'train' (1)" in lines
+    assert not any("s/9" in line for line in lines)
+
+
 def test_a_row_is_void_where_the_run_went_back_over_it():
     """Twice from step 2, under one number even; then from step 4 under the next, which has written nothing yet."""
     rows = [row(1), row(2), row(3), row(3, 1), row(4, 1), row(3, 1, groups=1), row(4, 1, groups=1), row(5, 1, groups=1)]

@@ -252,6 +252,24 @@ async def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again_from
 
 
 @fast
+async def test_a_second_failure_at_the_end_does_not_hide_the_first(tmp_path, monkeypatch):
+    async def fails(job):
+        raise OSError(5, "Input/output error")
+
+    script = Script(tmp_path, (1, RunStopped("the reason")))
+    lives = script.of_run()
+    monkeypatch.setattr(FakeJob, "close", fails)
+    with pytest.raises(RunStopped, match="the reason"):
+        await lives.run()
+    await lives.end("the reason")
+    assert script.jobs[0].log == ["summary: the reason"]
+    assert lives.unwritten == ["the end of its actors ([Errno 5] Input/output error)"]
+    script = Script(tmp_path, (1, died()), (1, None))
+    with pytest.raises(RunStopped, match=r"^learner rank 1 died .* cannot go back to a checkpoint: .*Input/output error"):
+        await script.of_run().run()
+
+
+@fast
 async def test_a_life_that_was_to_end_is_the_last_one(tmp_path):
     async def stopped_then_dead(job):
         assert lives.stop()
@@ -286,7 +304,7 @@ async def test_sigterm_during_recovery_ends_it_with_143(tmp_path, monkeypatch, m
         model_path="m", num_parameters=1, prompts=SimpleNamespace(train=[], held_out=[], num_too_long=0, num_cut=0)
     )
     departure = SimpleNamespace(begin=lambda *_: None)
-    script.jobs[0].config = load_config([])
+    script.jobs[0].config, script.jobs[0].length = load_config([]), SimpleNamespace(num_skipped=0)
     try:
         assert await commands._train(lives, stuff, SimpleNamespace(), departure) == 143
     finally:
