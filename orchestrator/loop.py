@@ -106,7 +106,7 @@ class Loop:
         if ledger.num_open != len(self._buffer):
             raise ValueError(f"{ledger.num_open} visits are open at the start, but {len(self._buffer)} groups are at hand")
         bound = most_open(settings.max_lag, settings.oversample, settings.groups_per_step)
-        if ledger.num_open + self._num_overtaken() > bound:
+        if ledger.num_open > bound:
             oversample = "auto" if isinstance(settings.oversample, Auto) else f"{settings.oversample:g}"
             raise ConfigError(
                 f"resume: {ledger.num_open} groups of the checkpoint wait to be trained, but (rollout.max_lag={settings.max_lag} + "
@@ -220,14 +220,17 @@ class Loop:
         asked = self._settings.oversample
         oversample = self._keep_rate.oversample if isinstance(asked, Auto) else asked
         bound = most_open(self._settings.max_lag, oversample, self._settings.groups_per_step)
-        most = most_open(self._settings.max_lag, asked, self._settings.groups_per_step)
-        if self._ledger.num_open > most:
-            raise AssertionError(f"{self._ledger.num_open} visits are open, the bound is {most}")
+        if self._ledger.num_open > self._most_open:
+            raise AssertionError(f"{self._ledger.num_open} visits are open, the bound is {self._most_open}")
         left = self._settings.max_visits_per_step - self._num_picked
         if self._budget is not None:
             left = min(left, self._budget - self._num_picked)
         # A resumed run has learned nothing of what ``auto`` stands for, and may have more open than it would open now
         return max(0, min(max(bound - self._ledger.num_open, self._num_overtaken()), left))
+
+    @property
+    def _most_open(self) -> int:
+        return most_open(self._settings.max_lag, self._settings.oversample, self._settings.groups_per_step)
 
     def _num_overtaken(self) -> int:
         """At lag 0: visits to be asked again that come before a kept one. A batch is not full without them."""
@@ -235,12 +238,22 @@ class Loop:
             return 0
         return self._ledger.num_again_before(max(self._buffer))
 
+    def _make_room(self) -> None:
+        """For visits that were overtaken: after a resume with less oversampling, or when drops were none. The last kept ones are surplus."""
+        while (num_overtaken := self._num_overtaken()) and self._ledger.num_open + num_overtaken > self._most_open:
+            last = self._buffer.pop(max(self._buffer)).pick
+            self._judged.pop(last.order, None)
+            self._ledger.requeue(last.visit, "surplus")
+            self._dropped["surplus"] += 1
+            self._num_picked -= 1
+
     async def _produce(self) -> None:
         await self._submit(self._pick())
 
     def _pick(self) -> list[Visit]:
         if self._stopping or (self._settings.max_lag == 0 and not self._filling):
             return []  # at lag 0 nothing is asked from a full batch until its version is proven
+        self._make_room()
         picks = self._ledger.pick(self._room())
         self._num_picked += len(picks)
         self._running |= {pick.visit: Asked(pick, self.version) for pick in picks}

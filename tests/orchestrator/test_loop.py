@@ -745,12 +745,13 @@ async def test_nothing_of_an_unproven_worker_is_trained():
     assert loop._ledger.counts["requeued/unproven"] > len(voided)
 
 
-@pytest.mark.parametrize(("max_lag", "step"), [(0, 1), (0, 3), (2, 3)])
-async def test_what_an_unproven_worker_made_drops_no_visit(max_lag, step):
+@pytest.mark.parametrize(("max_lag", "step", "oversample"), [(0, 1, 1.0), (0, 3, 1.5), (0, 3, 2.0), (2, 3, 1.0)])
+async def test_what_an_unproven_worker_made_drops_no_visit(max_lag, step, oversample):
     """Its weights are not the learner's: all that it made in this step was wrong, and dropped. None of it counts, neither as a drop nor for
     what is known of the prompts; the visits are asked again and trained."""
     world = World()
-    loop = world.make(replace(SETTINGS, max_lag=max_lag, num_steps=6))
+    settings = replace(SETTINGS, max_lag=max_lag, oversample=oversample, num_steps=6)
+    loop = world.make(settings)
     ledger, void, broken = loop._ledger, [], True
 
     def scores(visit, version):
@@ -783,6 +784,10 @@ async def test_what_an_unproven_worker_made_drops_no_visit(max_lag, step):
     right, wrong = (ledger.rates.posteriors(places, loop.version) - prior[ledger.rates.stratum[places]]).T
     assert right == pytest.approx(wrong, abs=1e-5), "half of what they showed was right"
     assert min(right) > 0.8
+    if max_lag == 0:
+        whole = World()
+        await whole.make(settings).run()
+        assert world.batches == whole.batches, "and in the batches that they belong to"
 
 
 class Unreliable(Losing):
