@@ -57,6 +57,7 @@ class RayFleet:
         self._lost: asyncio.Queue[Lost] = asyncio.Queue()
         self._evaluated: dict[Visit, asyncio.Future[Finished]] = {}
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())  # a life may end by another error
         self._streams = {worker.name: asyncio.create_task(self._follow(worker)) for worker in workers}
         self.num_groups: Counter[str] = Counter()  # finished training groups by worker
 
