@@ -902,9 +902,9 @@ async def test_an_epoch_ends_with_its_own_short_batch_however_many_visits_are_op
     ]
 
 
-def resumed(world, settings, loop):
+def resumed(world, settings, loop, **data):
     """``world`` goes on from what ``loop`` had in hand."""
-    ledger = world.make(settings)._ledger
+    ledger = world.make(settings, **data)._ledger
     ledger.restore(json.loads(json.dumps(loop._ledger.state())), loop._ledger.arrays())
     world.version = loop.version
     at = {"step": loop.step, "version": loop.version, "state": loop.state()}
@@ -1104,3 +1104,70 @@ async def test_a_worker_that_is_being_replaced_is_not_a_silent_engine():
     deadlines = DeadlinesConfig(generate_s=60, close_s=0.02, start_s=0.02, push_s=0.02)
     with pytest.raises(DeadlinePassed, match=r"rollout workers did not finish 'a lost one to be replaced' within 0\.24 s"):
         await silent.make(replace(SETTINGS, deadlines=deadlines)).run()
+
+
+class Stormy(Rough):
+    """Nodes leave as well: with groups of a batch in hand, and with such as wait."""
+
+    async def fetch(self, batch):
+        await asyncio.sleep(self.random.random() * 0.003)
+        return [kept for kept in batch.groups if self.random.random() < 0.04]
+
+    async def after_step(self, outcome):
+        state = self.loop.state()
+        held = [item.scored for item in (*state.judged, *state.waiting)]
+        self.loop.forget([scored for scored in held if self.random.random() < 0.06])
+        await super().after_step(outcome)
+
+
+def any_settings(chance, num_steps, last):
+    max_lag = 0 if last is LastBatch.keep else chance.choice([0, 0, 1, 2, 4])
+    late = chance.choice(list(Late))
+    return replace(
+        SETTINGS,
+        max_lag=max_lag,
+        oversample=1.0 if max_lag else chance.choice([1.0, 1.5, 2.0, Auto.auto]),
+        late=late,
+        max_token_lag=max_lag if late is Late.drop else None,
+        max_visits_per_step=chance.choice([4, 7, 16, 32]),
+        when_short=chance.choice([WhenShort.carry, WhenShort.train]),
+        num_steps=num_steps,
+    )
+
+
+def books_close(ledger, trained):
+    """Every visit has ended once, or is open, or is queued again."""
+    state, counts = ledger.state(), ledger.counts
+    ended = counts["trained"] + sum(num for name, num in counts.items() if name.startswith("dropped/"))
+    assert state["num_picks"] == counts["picked"] == ended + len(state["open"]) + len(state["again"])
+    assert len(trained) == len(set(trained)) == counts["trained"]
+
+
+@pytest.mark.parametrize("seed", range(24))
+async def test_lives_under_any_settings_train_each_visit_once_and_keep_their_promises(seed):
+    """6.1: a run is stopped at any moment and resumed with other settings, three times over, while workers are lost and doubted and nodes
+    leave. Settings that cannot take up what there is are refused in words, and the next ones are tried."""
+    chance = random.Random(seed)
+    last = chance.choice(list(LastBatch))
+    trained, before = [], None
+    for _ in range(4):
+        settings = any_settings(chance, (before.step if before else 0) + chance.randint(2, 7), last)
+        world = Stormy(-1, seed=chance.random(), drop=third, slow=chance.choice([0, 0.002]))
+        loop = world.make(settings, num_prompts=30, last=last)
+        if before is not None:
+            try:
+                loop = resumed(world, settings, before, num_prompts=30, last=last)
+            except ConfigError:
+                continue
+        if chance.random() < 0.7:
+            asyncio.get_running_loop().call_later(chance.random() * 0.25, loop.stop)
+        assert await asyncio.wait_for(loop.run(), 60) in ("done", "stopped")
+        trained += [pick.order for batch in world.batches for pick in batch]
+        books_close(loop._ledger, trained)
+        before = loop
+        for outcome in world.outcomes:
+            orders = [kept.pick.order for kept in outcome.batch.groups]
+            lags = [outcome.batch.version - kept.scored.meta.min_version for kept in outcome.batch.groups]
+            assert orders == sorted(orders)
+            assert max(lags, default=0) <= settings.max_lag or (settings.late is Late.correct and settings.max_lag > 0)
+            assert last is not LastBatch.keep or len({order // 30 for order in orders}) <= 1, "no batch of two epochs"
