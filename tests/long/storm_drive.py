@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray._private import internal_api
 from ray._private import state as ray_state
 from ray._private.worker import global_worker
@@ -23,7 +24,7 @@ def held() -> dict[str, Any]:
     return {
         "references": len(global_worker.core_worker.get_all_reference_counts()),
         "actors": sorted(f"{actor['ActorClassName']} {actor['Name']}" for actor in actors),
-        "stores": internal_api.memory_summary(stats_only=True),
+        "stores": internal_api.memory_summary(address=ray.get_runtime_context().gcs_address, stats_only=True),
     }
 
 
