@@ -249,7 +249,7 @@ class Ledger:
         for visit in visits:
             self._entry(visit, State.KEPT)
         for visit in visits:
-            self._taken_up.pop(self._open.pop(visit).pick.order, None)
+            del self._open[visit]
         self.counts["trained"] += len(visits)
 
     def drop(self, visit: Visit, reason: str) -> None:
