@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rewards.contract import RewardError, describe, failed
-from rewards.process import START_S, GarbledError, Woken, WorkerProcess
+from rewards.process import START_S, GarbledError, StoppedError, Woken, WorkerProcess
 from rewards.worker import Setup, read_score
 from rollout.records import Score, Status
 
@@ -27,6 +27,8 @@ MAX_CALLS = 64  # sent to a process at once
 CHUNK_S = 0.01  # a process is sent about as many calls as it answers in this
 STUCK_S = 0.2  # a call that runs longer holds up those sent with it: they go to another process
 GRACE_S = 2.0  # beyond its deadline, for an async call to be cancelled in its process
+STOPPED_S = 2.0  # a process that has work may stay stopped (SIGSTOP) before it is replaced; looked at twice in this
+KILLED, STOPPED = f"was killed by {signal.Signals.SIGKILL.name}", "was stopped and then killed by the pool"
 CPU_LIMIT = f"was killed by {signal.Signals.SIGXCPU.name}"
 MAX_TRIES = 3  # processes that may end before an item is begun until that item is given up; starts in place of one that was lost
 RESTART_S = 1.0  # before the second of these, and twice that before the third
@@ -69,6 +71,7 @@ class Seat:
     running: dict[int, Call] = field(default_factory=dict)  # begun and not answered
     heard: float = 0.0  # when the process last spoke, or was sent something when it had nothing
     is_silent: bool = True  # since then
+    stopped: float | None = None  # since when it was seen so
     is_full: bool = False  # it asked to be replaced
     pace_s: float = CHUNK_S  # of one call, a running mean
     num_sent: int = 0  # items, to this process
@@ -195,6 +198,9 @@ class Lane:
         except TimeoutError:
             process.kill()
             self._lose(seat, None)
+        except StoppedError:
+            process.kill()
+            self._lose(seat, STOPPED)
         except (EOFError, OSError):
             self._lose(seat, process.kill(grace_s=1.0))
         except GarbledError:
@@ -238,14 +244,18 @@ class Lane:
 
     def _next_look(self, seat: Seat, process: WorkerProcess) -> float:
         """When something must be done if the process says nothing."""
+        soon = time.monotonic() + STOPPED_S / 2
         if not seat.running:
-            return seat.heard + START_S
-        limit = min(call.begun + self._limit_s(process, call) for call in seat.running.values())
+            return min(seat.heard + START_S, soon)
+        limit = min(soon, *(call.begun + self._limit_s(process, call) for call in seat.running.values()))
         return min(limit, seat.heard + STUCK_S) if self._can_recall(seat) else limit
 
     def _look(self, seat: Seat, process: WorkerProcess) -> None:
-        """Raises TimeoutError when a deadline has passed."""
+        """Raises TimeoutError when a deadline has passed, StoppedError for a process that is no longer at work."""
         now = time.monotonic()
+        seat.stopped = (seat.stopped or now) if process.is_stopped() else None
+        if seat.stopped is not None and now >= seat.stopped + STOPPED_S:
+            raise StoppedError
         if any(now >= call.begun + self._limit_s(process, call) for call in seat.running.values()):
             raise TimeoutError
         if not seat.running and seat.waiting and now >= seat.heard + START_S:
@@ -266,7 +276,7 @@ class Lane:
     def _lose(self, seat: Seat, how: str | None) -> None:
         """The process is gone: settle what it is to blame for, queue the rest again. ``how`` it ended, None at a deadline."""
         now, running, waiting = time.monotonic(), list(seat.running.values()), list(seat.waiting.values())
-        seat.process, seat.num_lost = None, seat.num_lost + 1
+        seat.process, seat.stopped, seat.num_lost = None, None, seat.num_lost + 1
         seat.running.clear()
         seat.waiting.clear()
         unlucky = not running and seat.is_silent
@@ -279,6 +289,8 @@ class Lane:
                 back.append(call)
             elif len(call.tasks) > 1 or (len(running) > 1 and not (how is None and seat.heard > call.begun + timeout_s)):
                 # One of many is to blame; but where the process still spoke after its deadline, it is the call that would not end.
+                self._retry_alone(call, exclusive=True)
+            elif how in (KILLED, STOPPED) and not call.tasks[0].alone:  # by somebody else, as likely as by what it judged
                 self._retry_alone(call, exclusive=True)
             elif how is None:
                 detail = f"{function}: was still running after {timeout_s:g} s and was killed"

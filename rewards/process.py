@@ -50,6 +50,10 @@ class GarbledError(Exception):
     """What came from the process is none of the worker's messages: a verifier has written into its connection."""
 
 
+class StoppedError(Exception):
+    """The process was stopped, and stays so."""
+
+
 class Woken(Exception):
     """The wait was ended because no more is wanted of the process."""
 
@@ -110,6 +114,14 @@ class WorkerProcess:
             return os.waitid(os.P_PID, self._supervisor.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
         except ChildProcessError:  # reaped
             return False
+
+    def is_stopped(self) -> bool:
+        """Whether somebody has stopped it (SIGSTOP): it does nothing, and no limit of its own holds."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:  # it has ended
+            return False
+        return stat.rpartition(")")[2].split()[0] == "T"
 
     def send(self, content: Any) -> None:
         """Goes out now as far as the process takes it, the rest while `receive` waits. Raises OSError when it has ended."""

@@ -141,7 +141,25 @@ def test_a_process_that_dies_costs_its_item_only(pool, act, told):
     assert told in scores[2].detail
     assert "obey" in scores[2].detail
     assert pool.score([item("1")])[0].value == 1.0
-    assert pool.health().num_lost == lost + 1
+    assert pool.health().num_lost == lost + 1 + (act == "kill SIGKILL")  # that may be anybody's doing, so it is judged once more
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_process_that_somebody_kills_or_stops_costs_no_item(number, busy):
+    """B170, of a reward worker: idle or at work, what it was given is judged by the next, long before a limit of its own."""
+    with make_pool(timeout_s=60.0, obey=part("obey")) as pool, ThreadPoolExecutor(1) as executor:
+        (pid,) = pool.health().pids
+        pending = executor.submit(pool.score, [item("nap 1.0"), item("0"), item("1")]) if busy else None
+        while busy and pool.health().num_running == 0:
+            time.sleep(0.01)
+        os.kill(pid, number)
+        begun = time.monotonic()
+        scores = pending.result() if pending else pool.score([item("nap 0.0"), item("0"), item("1")])
+        assert [score.value for score in scores] == [1.0, 0.0, 1.0]
+        assert time.monotonic() - begun < 20.0
+        assert pool.health().num_lost == 1
+        assert gone([pid])
 
 
 @pytest.mark.parametrize(
