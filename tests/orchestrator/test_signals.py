@@ -92,11 +92,15 @@ class Story:
             sum(row["incarnation"] == first for row in rows) >= num_steps and len({r["incarnation"] for r in rows}) > self.lives
         )
 
-    def stands_in(self, stage, for_s=0.5):
-        """The heartbeat of this process says that the run is in this stage, and for how long at least."""
+    def stands_in(self, stage, for_s, after=None):
+        """The last heartbeat of this process says that the run is in this stage for so long at least, and which step was the last."""
         path = self.run_dir / "heartbeat.json"
         beat = json.loads(path.read_text()) if path.exists() else {}
-        return beat.get("pid") == self.process.pid and beat["stage"] == stage and beat["stage_s"] >= for_s
+        return (
+            beat.get("pid") == self.process.pid
+            and (beat["stage"], beat["step"]) == (stage, beat["step"] if after is None else after)
+            and (beat["stage_s"] >= for_s)
+        )
 
     def wait_for(self, condition, timeout_s=120):
         deadline = time.monotonic() + timeout_s
@@ -210,9 +214,9 @@ def release_if_generating(story):
 def during_an_update_longer_than_the_grace_period(story):
     """Half an update is nobody's weights: the checkpoint before it stands, and the last line says so."""
     before = story.saved()[-1]
-    process = story.start("evaluation.every=0", "batch.num_passes=40", "deadlines.grace_s=3")
+    process = story.start("evaluation.every=0", "batch.num_passes=100", "deadlines.grace_s=3")
     story.wait_for(lambda: story.has_trained(1))
-    story.wait_for(lambda: story.stands_in("train", 0.2))
+    story.wait_for(lambda: story.stands_in("train", 0.1, after=story.rows()[-1]["step"]))
     out = story.end(signal.SIGTERM, within_s=4)
     assert process.returncode == 143, out
     assert story.saved()[-1] == before
