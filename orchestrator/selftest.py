@@ -17,14 +17,18 @@ from orchestrator.proof import BASELINE_STEPS, MISMATCH_LIMIT
 RATIO_LIMIT = {Dtype.float32: 1e-4, Dtype.bfloat16: 0.05}
 # Mean mismatch of all tokens that is flat: below the first, or the second times that of the first steps.
 FLAT = {Dtype.float32: (2e-5, 4.0), Dtype.bfloat16: (0.05, 2.0)}
+# Mismatch of a single token: in float32 a hundred times what healthy runs show, in bfloat16 four times. A few wrong tokens among
+# thousands hide in any mean.
+WORST = {Dtype.float32: 1e-2, Dtype.bfloat16: 1.0}
 
-_ALL = "mismatch/logp_absdiff"
+_ALL, _TOP = "mismatch/logp_absdiff", "mismatch/logp_absdiff_max"
 _MEANS = {
     "same_version": "engine and learner disagree on tokens of the same weights: temperature or truncated sampling (rollout.top_p, top_k, "
     "min_p), token ids, dtype, or a push that did not take",
     "older_version": "tokens of an older version differ though its weights were the same: versions, caches or requests were mixed up at a swap",
     "mixed": "tokens made over keys and values of an older version differ though its weights were the same: the cache is not that of the request",
 }
+_ONE = "a token stands apart while most agree: log-probabilities and tokens were mixed up, at a swap, a preemption or the end of a request"
 _RATIO = "the learner computed one log-probability twice, with the same weights, and got two numbers: another packing, dtype or kernel in prepare "
 _RATIO += "than in training, dropout, or weights that moved"
 
@@ -36,7 +40,7 @@ class SelfTest:
         self._dtype = dtype
         self._first: list[float] = []  # mean mismatch of the first steps
         self._num_steps = 0
-        self._worst = {"ratio": 0.0, "mismatch": 0.0, "age": 0.0}
+        self._worst = {"ratio": 0.0, "mismatch": 0.0, "token": 0.0, "age": 0.0}
 
     def check(self, step: int, metrics: Mapping[str, float]) -> None:
         """Raises RunStopped with the figure that is above its limit, and what it means. A step that trained nothing shows nothing."""
@@ -54,6 +58,7 @@ class SelfTest:
             for name in metrics:
                 if name == f"mismatch/{gap}" or name.startswith(f"mismatch/{gap}_lag_"):
                     self._hold(step, "mismatch", f"{name}, in nats a token,", metrics[name], limit, meaning)
+        self._hold(step, "token", f"{_TOP}, in nats,", metrics.get(_TOP, 0.0), WORST[self._dtype], _ONE)
         self._check_flat(step, metrics[_ALL])
         self._worst["age"] = max(self._worst["age"], metrics.get("stale/max_versions", 0.0))
 
@@ -63,7 +68,8 @@ class SelfTest:
             raise RunStopped("selftest_lr0: no step trained anything, so nothing is shown; selection=none keeps every group")
         return (
             f"self-test at learning rate 0 passed: over {self._num_steps} steps ratios were within {self._worst['ratio']:.2g} of 1, engine and "
-            f"learner differed by {self._worst['mismatch']:.2g} nats a token at most, on tokens up to {self._worst['age']:.0f} versions old"
+            f"learner differed by {self._worst['mismatch']:.2g} nats a token at most ({self._worst['token']:.2g} on the worst one), on tokens up to "
+            f"{self._worst['age']:.0f} versions old"
         )
 
     def _check_weights(self, step: int, metrics: Mapping[str, float]) -> None:
