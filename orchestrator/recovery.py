@@ -7,7 +7,8 @@ the weights; what came after the checkpoint is discarded and counted (event `rol
 incarnation. Workers, reward pools and lost groups are mended within a life.
 
 A failure with the same cause at the same step is recovered from once. So a run ends that cannot get past a step, and one that loses a rank
-now and then goes on for ever. A life that was asked to stop, and the start of the first one, are not recovered from.
+now and then goes on for ever. In the start of a later life any actor may fail, and MOST_STARTS in a row may. A life that was asked to stop,
+and the start of the first one, are not recovered from.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ from rollout.records import Visit
 if TYPE_CHECKING:  # it asks this module for its number
     from orchestrator.job import Job
 
+MOST_STARTS = 3  # of lives, in a row, of which none came to train
 OF_THE_LEARNER = ("learner", "push")  # owners of waits: within a push each worker has a deadline of its own
+OF_ACTORS = (RankFailed, RayError, DeadlinePassed)
 _INCARNATION = re.compile(rb'"incarnation": (\d+)')
 
 
@@ -110,7 +113,9 @@ class Lives:
         """``job`` is the first life, not started; ``make`` makes the next one from a checkpoint."""
         self.job = job
         self._make = make
-        self._faults: dict[tuple[int, str], Fault] = {}  # that were recovered from, by step and cause
+        self._recovered: set[tuple[int, str]] = set()  # steps and causes
+        self._since: Fault | None = None  # the last one of a life that had started
+        self._num_starts = 0  # that failed since then
         self._stopping = False
         self._closed = False  # the job is
         self._unwritten: list[str] = []  # by lives that are over
@@ -160,30 +165,40 @@ class Lives:
 
     async def _live(self) -> str | Fault:
         """Why the run ended, or what ended only this life."""
-        job = self.job
         try:
-            await job.start()
-            return await job.run()
+            await self.job.start()
+            return await self.job.run()
         except (DeadlinePassed, RayError, RunStopped) as error:
-            reason, cause = " ".join(str(error).split()), cause_of(error)
-            last = next(reversed(self._faults.values()), None)
-            if last is not None and cause is None and not job.started:
-                raise RunStopped(f"{reason}; the run was going back to its last checkpoint, since {last.reason}") from error
-            if cause is None or (last is None and not job.started):
-                raise
-            if self._stopping:
-                job.event("stopped", reason=reason, detail=detail_of(error))
-                job.view.line(f"warning: {reason}; the run was to end: {job.what_stands()}")
+            if self._stopping and cause_of(error) is not None:
+                reason = " ".join(str(error).split())
+                self.job.event("stopped", reason=reason, detail=detail_of(error))
+                self.line(f"warning: {reason}; the run was to end: {self.what_stands()}")
                 return "stopped"
-            fault = Fault(job.mark().step + 1, cause, reason, detail_of(error))
-            if (fault.step, fault.cause) in self._faults:
+            return self._judged(error)
+
+    def _judged(self, error: BaseException) -> Fault:
+        """What ended the life. Raises where that ends the run: ``error``, or both reasons where this is not the first."""
+        reason = " ".join(str(error).split())
+        step = self.job.mark().step + 1
+        if not self.job.started:
+            self._num_starts += 1
+            if self._since is None:
+                raise error
+            if self._num_starts == MOST_STARTS or not any(isinstance(known, OF_ACTORS) for known in _chain(error)):
                 raise RunStopped(
-                    f"{reason}; the run went back to a checkpoint once from the same at step {fault.step}"
+                    f"{reason}; start {self._num_starts} of a run that was going back to its last checkpoint, since {self._since.reason}"
                 ) from error
-            return fault
+            return Fault(step, "an actor failed in the start of a life", reason, detail_of(error))
+        cause = cause_of(error)
+        if cause is None:
+            raise error
+        if (step, cause) in self._recovered:
+            raise RunStopped(f"{reason}; the run went back to a checkpoint once from the same at step {step}") from error
+        self._recovered.add((step, cause))
+        self._since, self._num_starts = Fault(step, cause, reason, detail_of(error)), 0
+        return self._since
 
     async def _begin_again(self, fault: Fault) -> None:
-        self._faults[fault.step, fault.cause] = fault
         dead = self.job
         dead.view.line(f"warning: {fault.reason}; the run goes back to its last checkpoint")
         before = dead.mark()

@@ -228,13 +228,26 @@ async def test_the_start_of_the_first_life_is_not_tried_again(tmp_path):
 
 
 @fast
-async def test_a_later_life_that_cannot_start_tells_both_reasons_and_one_whose_rank_dies_is_made_again(tmp_path):
-    script = Script(tmp_path, (1, died()), (None, RunStopped("no place for the learner ranks within 60 s")))
-    with pytest.raises(RunStopped, match=r"^no place for the learner ranks within 60 s; .* since learner rank 1 died in 'train'"):
-        await script.of_run().run()
-    script = Script(tmp_path, (1, died()), (None, died("start")), (2, None))
+@pytest.mark.parametrize("error", [died("start"), ActorDiedError(), late("rollout workers", "start")])
+async def test_a_later_start_is_tried_three_times_in_a_row(tmp_path, error):
+    """Whichever actor fails in it; and three times again once a life has come to train."""
+    bad = (None, error)
+    script = Script(tmp_path, (1, died()), bad, bad, (2, died()), bad, bad, (5, None))
     assert await script.of_run().run() == "done"
-    assert [event["cause"] for event in script.events] == ["a learner rank died in 'train'", "a learner rank died in 'start'"]
+    causes = ["a learner rank died in 'train'", *["an actor failed in the start of a life"] * 2]
+    assert [event["cause"] for event in script.events] == causes * 2
+    script = Script(tmp_path, (1, died()), bad, bad, bad)
+    with pytest.raises(RunStopped, match=r"; start 3 of a run that was going back .* since learner rank 1 died in 'train'"):
+        await script.of_run().run()
+
+
+@fast
+async def test_a_later_life_without_a_place_ends_the_run_with_both_reasons(tmp_path):
+    script = Script(tmp_path, (1, died()), (None, RunStopped("no place for the learner ranks within 60 s")))
+    with pytest.raises(
+        RunStopped, match=r"^no place for the learner ranks within 60 s; start 1 .* since learner rank 1 died in 'train'"
+    ):
+        await script.of_run().run()
 
 
 @fast
