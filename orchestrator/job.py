@@ -401,7 +401,8 @@ class Job:
             self._seconds[name] += metrics.get(f"time/{name}_s", 0.0)
         every = self.config.evaluation.every
         try:
-            metrics |= await asyncio.to_thread(step_metrics, outcome, self._material.by_id)
+            told = asyncio.to_thread(step_metrics, outcome, self._material.by_id)
+            metrics |= await self._wait(told, "recorder", f"metrics of step {step}", self.config.deadlines.checkpoint_s)
             await self._wait(
                 self._recorder.groups(outcome), "recorder", f"samples of step {step}", self.config.deadlines.checkpoint_s
             )
@@ -492,11 +493,10 @@ class Job:
             groups = await self._held_groups(loop)
             held, copy = loop.state(), self._ledger.snapshot()
             state = self._state(held)  # all of the same moment, for groups come in meanwhile
-            arrays = await asyncio.to_thread(copy)
             if self._turns:
                 await self._turns.to_learner()
             await self._wait(self._pusher.hold(), "push", "new workers to be proven", self.config.deadlines.push_s)
-            self.checkpoint = await self._wait(self._write(state, held, groups, arrays), "learner", name, deadline_s)
+            self.checkpoint = await self._wait(self._write(state, held, groups, copy), "learner", name, deadline_s)
         except (DeadlinePassed, RayError, OSError, RunStopped) as error:
             stands = f"{self.checkpoint.name} stands" if self.checkpoint else "there is none before it"
             reason = " ".join(words(error).split())[:MOST_CHARACTERS]
@@ -534,11 +534,12 @@ class Job:
         return groups
 
     async def _write(
-        self, state: dict[str, Any], held: LoopState, groups: dict[Address, Group], arrays: dict[str, NDArray[Any]]
+        self, state: dict[str, Any], held: LoopState, groups: dict[Address, Group], copy: Callable[[], dict[str, NDArray[Any]]]
     ) -> Path:
         by_order = {order: groups[item.scored.address] for order, item in held_groups(held).items()}
         lines = await asyncio.to_thread(lambda: "".join(json.dumps(row) + "\n" for row in state_rows(held, by_order)))
         texts = {GROUPS: lines, "config.yaml": await asyncio.to_thread(dump_config, self.config, redact=True)}
+        arrays = await asyncio.to_thread(copy)  # no step closes while this is awaited
         evaluation = self._evaluations.get(state["version"])
         return await self._checkpoints.write(
             state, arrays, texts, self._learner.save, pass_at_1=evaluation.pass_at_1 if evaluation else None
