@@ -28,9 +28,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import psutil
 
@@ -88,8 +87,7 @@ def family(driver: psutil.Process) -> Iterator[tuple[str, psutil.Process]]:
                 yield kind_of(process), process
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
+class Fault(NamedTuple):
     time: float  # time.time()
     step: int  # the largest that was done before
     kind: str
@@ -222,7 +220,7 @@ def watch(driver: psutil.Popen, part: Path, steps: int, weather: Weather | None)
                 samples.flush()
             fault = weather.tick(driver, largest) if weather and 0 < largest < steps else None
             if fault is not None:
-                faults.write(json.dumps(asdict(fault)) + "\n")
+                faults.write(json.dumps(fault._asdict()) + "\n")
                 faults.flush()
             time.sleep(TICK_S)
 
