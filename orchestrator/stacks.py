@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,9 +35,7 @@ GONE, STOPPED = "gone", "stopped"
 MOST_CALLS = 3  # of one actor that are told in its verdict
 
 _FRAME = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
-_RAY = ("/ray/_private/", "/ray/util/")
-_RAY_WORKER = "/ray/_private/workers/default_worker.py"  # at the bottom of a process
-_RAY_CALL = "/ray/_private/function_manager.py"  # at the bottom of a call of an actor
+_RAY = ("/ray/_private/", "/ray/util/")  # below a call of an actor
 _COLLECTIVES = ("/torch/distributed/", "/deepspeed/comm/")
 
 
@@ -140,9 +138,10 @@ def _look(pid: int) -> Look:
 
 
 def portray(pids: Sequence[int], limit_s: float) -> dict[int, Portrait]:
-    """The portrait of each process, all of them within ``limit_s``: those that listen are asked for their stacks."""
-    families = {pid: [pid, *_descendants(pid)] for pid in pids}
-    stacks = _stacks([member for family in families.values() for member in family], time.monotonic() + limit_s)
+    """The portrait of each process, all of them within ``limit_s``: those that listen are asked for their stacks. With a process come all
+    that it has started, but for this one: a driver may have started all of Ray."""
+    families = {pid: [pid, *(_descendants(pid) if pid != os.getpid() else [])] for pid in pids}
+    stacks = _stacks({member for family in families.values() for member in family}, time.monotonic() + limit_s)
     return {pid: _portrait(pid, family, stacks) for pid, family in families.items()}
 
 
@@ -152,7 +151,7 @@ def _descendants(pid: int) -> list[int]:
     return []
 
 
-def _stacks(pids: Sequence[int], until: float) -> dict[int, str | None]:
+def _stacks(pids: Collection[int], until: float) -> dict[int, str | None]:
     """What each wrote before ``until``; None of those that do not listen or are stopped."""
     files = {pid: _stack_file(pid) for pid in pids if _look(pid).state not in (STOPPED, GONE)}
     asked = {pid: file for pid, file in files.items() if file is not None}
@@ -199,19 +198,19 @@ def _portrait(pid: int, family: Sequence[int], stacks: Mapping[int, str | None])
     if state == STOPPED:
         verdict += ", by SIGSTOP or SIGTSTP"
     elif state != GONE and (written := stacks[pid]):
-        well, (waits, doing) = True, _doing(written)
+        well, (waits, doing) = True, _doing(pid, written)
         verdict += f", {doing}" if doing else ""
     elif state != GONE:
         verdict += " and does not " + ("listen for" if stacks[pid] is None else "answer") + " the signal that asks for its stacks"
     return Portrait(well, waits, verdict, "\n\n".join(_describe(member, stacks[member]) for member in family))
 
 
-def _doing(stacks: str) -> tuple[bool, str]:
+def _doing(pid: int, stacks: str) -> tuple[bool, str]:
     """Whether all that an actor does is to wait for other ranks, and its calls in words: what was called, and where that is now. Nothing
     of a process that is no actor."""
-    threads = [list(_FRAME.finditer(text)) for text in stacks.split("\n\n")]  # innermost frame first
-    if not any(frame["path"].endswith(_RAY_WORKER) for frames in threads for frame in frames):
+    if not _command(pid).startswith("ray::"):
         return False, ""
+    threads = [list(_FRAME.finditer(text)) for text in stacks.split("\n\n")]  # innermost frame first
     calls = [own for frames in threads if (own := _of_call(frames))]
     if not calls:
         return True, "in no call"
@@ -221,8 +220,8 @@ def _doing(stacks: str) -> tuple[bool, str]:
 
 
 def _of_call(frames: Sequence[re.Match[str]]) -> Sequence[re.Match[str]]:
-    """The frames of an actor's call without Ray's own below it; none of a thread that runs none."""
-    depth = next((i for i, frame in enumerate(frames) if frame["path"].endswith(_RAY_CALL)), 0)
+    """The frames of an actor's call without Ray's own below it; none of a thread that Python itself started, which is no call's."""
+    depth = 0 if frames and frames[-1]["path"].endswith("/threading.py") else len(frames)
     while depth and any(part in frames[depth - 1]["path"] for part in _RAY):
         depth -= 1
     return frames[:depth]
@@ -232,6 +231,12 @@ def _call(frames: Sequence[re.Match[str]]) -> str:
     now, called = frames[0], frames[-1]["function"]
     at = f"{now['function']} ({os.path.basename(now['path'])}:{now['line']})"
     return f"in {at}" if now is frames[-1] else f"in {called} at {at}"
+
+
+def _command(pid: int) -> str:
+    with contextlib.suppress(psutil.Error):
+        return " ".join(psutil.Process(pid).cmdline())
+    return ""
 
 
 def _describe(pid: int, stacks: str | None) -> str:

@@ -17,6 +17,7 @@ from configs.schema import RewardConfig, RewardPart
 from orchestrator.stacks import look, portray
 from rewards.contract import RewardItem
 from rewards.pool import RewardPool
+from rollout.stack_signal import listen
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -108,6 +109,17 @@ def test_children_are_in_the_picture_and_a_process_that_ended_is_gone(run):
     child.kill()
     assert portray([parent.pid], 5.0)[parent.pid].verdict == "is gone"
     assert look([parent.pid])[parent.pid].rss_bytes == 0
+
+
+def test_a_driver_is_shown_without_those_it_has_started_and_they_are_shown_beside_it(run):
+    """A private instance's processes are the driver's descendants; asked twice at once, one would give its stacks away once."""
+    listen()
+    process = run(LISTEN + READY + "def rest():\n    import time; time.sleep(60)\nrest()")
+    portraits = portray([os.getpid(), process.pid], 5.0)
+    assert portraits[process.pid].well
+    assert "in rest" in portraits[process.pid].text
+    assert "in test_a_driver_is_shown" in portraits[os.getpid()].text
+    assert "in rest" not in portraits[os.getpid()].text
 
 
 def _score(pool, item):
