@@ -12,7 +12,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from orchestrator.handles import Lost
 from orchestrator.stages import Address, Finished
-from orchestrator.waits import DeadlinePassed, Waits
+from orchestrator.waits import DeadlinePassed, Waits, heard
 from rollout.engine import EngineError, GroupRequest
 from rollout.records import Purpose, Visit
 
@@ -166,6 +166,7 @@ class RayFleet:
             return wanted.result()
         finally:
             wanted.cancel()
+            wanted.add_done_callback(heard)
 
     async def cancel(self, visits: Sequence[Visit]) -> None:
         dropped = set(visits)

@@ -83,7 +83,7 @@ class Waits:
         finally:
             del self._open[number]
             task.cancel()  # nothing where it is done
-            task.add_done_callback(_heard)
+            task.add_done_callback(heard)
 
     async def passed(self, wait: Wait) -> DeadlinePassed:
         """The error of a wait that is too long, once ``on_breach`` has looked into it."""
@@ -92,8 +92,8 @@ class Waits:
         return DeadlinePassed(wait, others, found)
 
 
-def _heard(task: asyncio.Future[Any]) -> None:
-    """What a cancelled task still raises is nobody's, and must not be the last word of a run on stderr."""
+def heard(task: asyncio.Future[Any]) -> None:
+    """A callback: what a cancelled task still raises is nobody's, and must not be the last word of a run on stderr."""
     if not task.cancelled():
         task.exception()
 
