@@ -192,15 +192,14 @@ class Loop:
         self.step = batch.step
         self.between_steps = True
         metrics["time/step_s"] = time.monotonic() - started
-        outcome = StepOutcome(batch, tuple(self._seen), dict(self._dropped), metrics)
+        outcome = StepOutcome(batch, tuple(self._seen), self._num_kept, dict(self._dropped), metrics)
         self._close_step(batch.version)
         self._begin_step()  # what is scored while the observer works belongs to the next step
         await self._observer.after_step(outcome)
         return None
 
     def _close_step(self, version: int) -> None:
-        num_kept = sum(judged.reason is None for judged in self._judged.values())
-        self._keep_rate = self._keep_rate.after(num_kept, len(self._judged))
+        self._keep_rate = self._keep_rate.after(self._num_kept, len(self._judged))
         for entry in self._ledger.close_step(version):
             visit = entry.pick.visit
             fields = {"prompt_id": visit.prompt_id, "visit": visit.number, "order": entry.pick.order, "state": entry.state}
@@ -495,6 +494,10 @@ class Loop:
     @property
     def _seen(self) -> list[Scored]:
         return [judged.scored for _, judged in sorted(self._judged.items())]
+
+    @property
+    def _num_kept(self) -> int:
+        return sum(judged.reason is None for judged in self._judged.values())
 
     def _drop_late(self) -> None:
         limit = self._settings.max_token_lag

@@ -15,8 +15,6 @@ import numpy as np
 from orchestrator.stages import Scored, StepOutcome
 from rollout.records import Consequence, Prompt, Score, Status, pass_rate
 
-LOOP_REASONS = {"surplus", "late"}  # for these the loop drops a group that selection kept, or never saw
-
 
 def step_metrics(outcome: StepOutcome, prompts: Mapping[str, Prompt]) -> dict[str, float]:
     """Everything about one step that is known without the learner."""
@@ -27,7 +25,7 @@ def step_metrics(outcome: StepOutcome, prompts: Mapping[str, Prompt]) -> dict[st
     metrics: dict[str, float] = {
         "batch/num_groups": len(batch.groups),
         "batch/num_visits": len(seen),
-        "eff/prompt_frac": num_with_signal(outcome) / len(seen) if seen else 0.0,
+        "eff/prompt_frac": outcome.num_kept / len(seen) if seen else 0.0,
     }
     if values:
         metrics |= {"reward/mean": fmean(values), "reward/std": pstdev(values)}
@@ -90,12 +88,6 @@ def _verifier_metrics(scores: Sequence[Score]) -> dict[str, float]:
         times = [score.time_s for score in scores]
         metrics |= {"time/verifier_p95_s": float(np.percentile(times, 95)), "time/verifier_max_s": max(times)}
     return metrics
-
-
-def num_with_signal(outcome: StepOutcome) -> int:
-    """Groups of this step that selection kept, whether or not this batch took them."""
-    by_selection = {reason: n for reason, n in outcome.dropped.items() if reason not in LOOP_REASONS}
-    return len(outcome.seen) - sum(by_selection.values())
 
 
 def _drop_name(reason: str) -> str:

@@ -78,5 +78,6 @@ class StepOutcome:
 
     batch: Batch
     seen: tuple[Scored, ...]  # every group scored in this step, kept or not
+    num_kept: int  # of these, by selection, whether or not this batch took them
     dropped: dict[str, int]  # visits dropped in this step, by reason
     metrics: dict[str, float]  # of the learner and the push, and the seconds of each stage

@@ -155,7 +155,7 @@ def test_a_run_whose_every_completion_is_cut_warns_by_its_second_step():
         cut = GroupMeta(Visit("p", step, Purpose.TRAIN), "w", 3, (9, 9), (9, 9), 2, 0, 0, 0, 0.0, 0, 0.0, ())
         score = Score(Status.OK, Outcome.WRONG, 0.0, 0.0, {}, None, 0.0, "", {}, Consequence.NONE)
         scored = Scored(cut, Address(None, 0), (score, score))
-        metrics = step_metrics(StepOutcome(Batch(step, step - 1, ()), (scored,), {}, {}), prompts)
+        metrics = step_metrics(StepOutcome(Batch(step, step - 1, ()), (scored,), 0, {}, {}), prompts)
         assert metrics["len/trunc_frac"] == 1.0
         Job._warn(job, step, metrics | {"time/loop_lag_s": 0.0})
         warned = [line for line in lines if line.startswith("warning: ")]

@@ -40,7 +40,7 @@ async def test_a_step_keeps_its_row_where_the_evaluation_after_it_fails():
         _evaluate=hangs,
         _wait=lambda work, owner, name, deadline_s: waits.wait(work, owner=owner, name=name, deadline_s=deadline_s),
     )
-    outcome = StepOutcome(Batch(5, 4, ()), (), {}, {"time/step_s": 1.5})
+    outcome = StepOutcome(Batch(5, 4, ()), (), 0, {}, {"time/step_s": 1.5})
     with pytest.raises(DeadlinePassed):
         await Job.after_step(job, outcome)
     ((step, version, digest, metrics),) = rows

@@ -1162,6 +1162,7 @@ async def test_lives_under_any_settings_train_each_visit_once_and_keep_their_pro
         if chance.random() < 0.7:
             asyncio.get_running_loop().call_later(chance.random() * 0.25, loop.stop)
         assert await asyncio.wait_for(loop.run(), 60) in ("done", "stopped")
+        assert all(0 <= outcome.num_kept <= len(outcome.seen) for outcome in world.outcomes)
         trained += [pick.order for batch in world.batches for pick in batch]
         books_close(loop._ledger, trained)
         before = loop
