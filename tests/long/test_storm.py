@@ -88,7 +88,7 @@ def figures(part: Path) -> dict[str, float]:
         "commit": facts["commit"],
         "open files of the driver, early": around(driver, EARLY, "files"),
         "open files of the driver, late": around(driver, LATE, "files"),
-        "objects that Ray held at the end": held["references"],
+        "objects that Ray held at the end": len(held["references"]),
     } | {f"memory late over early, {kind}": grown for kind, grown in growth(part).items()}
 
 

@@ -22,7 +22,7 @@ _SPEC.loader.exec_module(storm)
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(420)]
 
-STEPS, GROUPS = 12, 8
+STEPS, GROUPS = 12, 16
 SEED = int(os.environ.get("LIMEN_STORM_SEED", "0"))
 CONFIG = [
     f"steps={STEPS}",
@@ -30,9 +30,10 @@ CONFIG = [
     "data.sources.arithmetic.params.max_digits=1",
     "selection=none",  # every group that is not lost is trained
     f"batch.groups_per_step={GROUPS}",
-    "batch.group_size=4",
+    "batch.group_size=8",
     "batch.num_mini_batches=2",
     "rollout.num_workers=2",
+    "rollout.max_new_tokens=16",
     "rollout.max_lag=1",
     "rollout.oversample=1",
     "rollout.cache_gib=0.1",
@@ -43,7 +44,7 @@ CONFIG = [
     "reward.timeout_s=2",
     "deadlines.heartbeat_s=5",
     "deadlines.receive_s=10",
-    "log.heartbeat_every_s=0.5",
+    "log.heartbeat_every_s=1",
     "log.console=off",
     "log.tensorboard=false",
 ]
@@ -157,4 +158,4 @@ def test_nothing_is_left(part):
     assert json.loads((part / "left.json").read_text()) == {"processes": [], "segments": []}
     held = json.loads((part / "held.json").read_text())
     assert held["actors"] == []
-    assert held["references"] == 0, held
+    assert held["references"] == {}
