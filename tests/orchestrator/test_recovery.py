@@ -450,7 +450,7 @@ def train(folder):
 
 @pytest.mark.cluster
 @pytest.mark.engine
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(500)
 def test_ranks_that_die_in_prepare_train_and_push_change_nothing_but_the_time(tmp_path, monkeypatch):
     """Killed, out of memory, gone: the run finishes by itself with the weights, ledger and rows of one that nothing happened to."""
     fates, run, calm = tmp_path / "fates", tmp_path / "run", tmp_path / "calm"
