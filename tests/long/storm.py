@@ -172,31 +172,36 @@ class Lines:
 class Weather(Protocol):
     """Decides when which fault strikes."""
 
-    def tick(self, driver: psutil.Process, step: int) -> Fault | None:
-        """Asked all the time; ``step`` is the largest that the run has done so far."""
+    def tick(self, driver: psutil.Process, step: int, num_rows: int) -> Fault | None:
+        """Asked all the time; ``step`` is the largest that the run has done so far, ``num_rows`` counts those done again too."""
 
 
 class Storm:
     """Strikes at seeded, exponentially distributed intervals.
 
-    A rank is struck again only when a step that it had not done before is done: the same death at the same step twice ends a run by design.
+    Two ends of a run are by design, and are kept from happening by chance: the same death of a rank at the same step twice, so a rank is
+    struck again only when a step is done that was not done before; and one start after another that fails, so at most two faults
+    strike between two steps.
     """
 
     def __init__(self, seed: int, every_s: float) -> None:
         self._draw, self._every_s = random.Random(seed), every_s
         self._next: tuple[float, str, signal.Signals] | None = None
         self._rank_struck_at = 0
+        self._rows, self._num_since = 0, 0  # rows there were at the last look, and faults since the last one
 
-    def tick(self, driver: psutil.Process, step: int) -> Fault | None:
+    def tick(self, driver: psutil.Process, step: int, num_rows: int) -> Fault | None:
+        if num_rows > self._rows:
+            self._rows, self._num_since = num_rows, 0
         if self._next is None:
             due = time.monotonic() + self._draw.expovariate(1 / self._every_s)
             self._next = (due, self._draw.choice(KINDS), self._draw.choice((signal.SIGKILL, signal.SIGSTOP)))
         due, kind, how = self._next
-        if time.monotonic() < due or (kind == "learner" and step <= self._rank_struck_at):
+        if time.monotonic() < due or self._num_since == 2 or (kind == "learner" and step <= self._rank_struck_at):
             return None
         fault = strike(driver, kind, how, self._draw, step)
         if fault is not None:
-            self._next = None
+            self._next, self._num_since = None, self._num_since + 1
             self._rank_struck_at = step + 1 if kind == "learner" else self._rank_struck_at
         return fault
 
@@ -218,7 +223,7 @@ def watch(driver: psutil.Popen, part: Path, steps: int, weather: Weather | None)
                         seen |= memory(process) | {"files": process.num_fds(), "threads": process.num_threads()}
                         samples.write(json.dumps(seen | {"born": process.create_time()}) + "\n")
                 samples.flush()
-            fault = weather.tick(driver, largest) if weather and 0 < largest < steps else None
+            fault = weather.tick(driver, largest, num_rows) if weather and 0 < largest < steps else None
             if fault is not None:
                 faults.write(json.dumps(fault._asdict()) + "\n")
                 faults.flush()

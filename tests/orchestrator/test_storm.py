@@ -62,7 +62,7 @@ class Shower:
         self._left = list(self.plan)
         self._due = None
 
-    def tick(self, driver, step):
+    def tick(self, driver, step, num_rows):
         if not self._left or step < self._left[0][0]:
             return None
         _, delay_s, kind, how = self._left[0]
