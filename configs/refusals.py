@@ -227,4 +227,10 @@ REFUSALS: tuple[Refusal, ...] = (
         f"above lag 0 late tokens are corrected, but {_TRUNCATED}",
         "rollout.top_p=1 rollout.top_k=0 rollout.min_p=0 works, or correction=none",
     ),
+    Refusal(
+        ("correction.name", "correction.params"),
+        lambda c, _: c.correction.name == "auto" and bool(c.correction.params),
+        "what it stands for depends on rollout.max_lag and has its own defaults, so nothing would read them",
+        "correction=tis_token works with parameters, such as correction.params.cap=2",
+    ),
 )

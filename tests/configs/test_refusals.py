@@ -60,6 +60,7 @@ CASES: dict[int, tuple[list[str], list[list[str]]]] = {
         ["rollout.max_lag=1", "rollout.oversample=1", "rollout.top_p=0.9"],
         [["rollout.top_p=1", "rollout.top_k=0", "rollout.min_p=0"], ["correction=none"]],
     ),
+    20: (["correction.params.cap=3"], [["correction=tis_token"]]),
 }
 
 
