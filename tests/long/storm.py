@@ -251,6 +251,11 @@ def left(part: Path, segments_before: set[str], patience_s: float = 10.0) -> dic
         time.sleep(0.2)
 
 
+def task_of(reference: str) -> str:
+    """The task that made an object, by the object's id in hexadecimal: four bytes at its end say which of the task's it is."""
+    return reference[:-8]
+
+
 def overrides_of(seed: int) -> list[str]:
     return [*CONFIG, f"seed={seed}"]
 

@@ -22,7 +22,7 @@ def held() -> dict[str, Any]:
     gc.collect()
     actors = [actor for actor in ray_state.actors().values() if actor["State"] != "DEAD"]
     return {
-        "references": {str(name): count for name, count in global_worker.core_worker.get_all_reference_counts().items()},
+        "references": sorted(name.decode() for name in global_worker.core_worker.get_all_reference_counts()),
         "actors": sorted(f"{actor['ActorClassName']} {actor['Name']}" for actor in actors),
         "stores": internal_api.memory_summary(address=ray.get_runtime_context().gcs_address, stats_only=True),
     }
