@@ -134,9 +134,15 @@ class RayLearner:
     async def save(self, folder: Path) -> Files:
         """Training state below ``folder/learner`` and the model below ``folder/model``. Returns what was written, by its name within
         ``folder``: every rank has forced its files to the disk and digested them. Where one fails, its error comes after the others
-        have ended: then nobody writes into the folder any more."""
-        state = await self._all("save", lambda rank: rank.save.remote(str(folder / "learner")), patience_s=None)
-        model = await self._all("export", lambda rank: rank.export.remote(str(folder / "model")), patience_s=None)
+        have ended: then nobody writes into the folder any more. One that raised, and did not die, has not failed the learner: the disk
+        may be full, and training goes on. So that is no RankFailed but Ray's own error."""
+        try:
+            state = await self._all("save", lambda rank: rank.save.remote(str(folder / "learner")), patience_s=None)
+            model = await self._all("export", lambda rank: rank.export.remote(str(folder / "model")), patience_s=None)
+        except RankFailed as error:
+            if error.died or error.__cause__ is None:
+                raise
+            raise error.__cause__ from None
         return {
             f"{part}/{name}": e
             for part, all_files in (("learner", state), ("model", model))
