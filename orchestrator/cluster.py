@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import ray
+from ray._private import worker as ray_worker
 from ray.exceptions import RayError
 
 import configs
@@ -69,6 +70,8 @@ class Cluster:
         for process in self.processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 family += process.children(recursive=True)
+                if process.name() not in ("raylet", "gcs_server"):  # by now nobody needs the rest; Ray would give each a second
+                    process.kill()
         ray.shutdown()
         kill(family)
 
@@ -164,6 +167,13 @@ def _join(address: str) -> None:
         elif "node info" in str(cause):
             hint = "; none of its nodes runs on this machine: start limen on one of them, or as a Ray job"
         raise RunStopped(f"cannot join the Ray instance at {address}: {type(cause).__name__}: {cause}{hint}") from error
+
+
+def lost_processes() -> list[str]:
+    """Those of Ray's own processes that a private instance cannot be without and that have ended; Ray has no public call for it."""
+    node = ray_worker._global_node
+    started = node.all_processes if node is not None else {}
+    return [name for name in ("gcs_server", "raylet") for info in started.get(name, ()) if info.process.poll() is not None]
 
 
 def _init(**arguments: Any) -> None:

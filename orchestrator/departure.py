@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import faulthandler
-import os
 import sys
 import threading
 
 from orchestrator.console import printable
+from orchestrator.grace import leave
 
 EXIT_STOPPED = 3
 TICKS = 50  # of a limit
@@ -23,7 +23,7 @@ class Departure:
 
     def begin(self, limit_s: float, exit_code: int, reason: str) -> None:
         told = f"the run has ended, but its driver hangs and is left {limit_s:g} s later"
-        self._timer = threading.Timer(limit_s, _leave, (told, exit_code, reason))
+        self._timer = threading.Timer(limit_s, _leave_with_stacks, (told, exit_code, reason))
         self._timer.daemon = True
         self._timer.start()
 
@@ -56,11 +56,16 @@ class Vigil:
             self._num_ticks += 1
             if self._num_ticks > TICKS:
                 reason = f"the driver's event loop has stood still for {self._limit_s:g} s; {self._stacks}"
-                _leave("the driver is left as it is", EXIT_STOPPED, reason)
+                _leave_with_stacks("the driver is left as it is", EXIT_STOPPED, reason)
 
 
-def _leave(told: str, exit_code: int, reason: str) -> None:
+def _leave_with_stacks(told: str, exit_code: int, reason: str) -> None:
     faulthandler.dump_traceback(all_threads=True)
+    leave_for(told, exit_code, reason)
+
+
+def leave_for(told: str, exit_code: int, reason: str) -> None:
+    """Ends this process and what it has started, the reason last."""
     print(f"limen: watchdog: {told}", file=sys.stderr)
     print(f"limen: {'stopped: ' if exit_code else ''}{printable(reason)}", file=sys.stderr, flush=True)
-    os._exit(exit_code)
+    leave(exit_code)

@@ -30,6 +30,7 @@ TOLD = (
     "alarm",
     "checkpoint_failed",
     "driver_blocked",
+    "ray_lost",
 )
 UNTOLD = {*TOLD, "heartbeat", "started", "stopped", "proven", "evaluated", "checkpoint", "turn", "isolation"}
 
@@ -212,6 +213,8 @@ def _told(event: Row) -> str:
             return f"{event['owner']} did not finish '{event['wait']}' within {_span(event['deadline_s'])}; {culprits or 'no process'}{where}"
         case "alarm":
             return f"step {event['step']}: {event['text']}: {event['advice']} ({event['key']})"
+        case "ray_lost":
+            return f"{' and '.join(event['processes'])}, without which nothing goes on"
         case "checkpoint_failed":
             return str(event["message"])
         case _:

@@ -4,6 +4,7 @@
     a stopped process     -> the same after `deadlines.heartbeat_s`, then it is killed: a dead one has a policy everywhere
     a driver that blocks  -> RUN/stacks/TIME-driver.txt, written by a thread of the interpreter's own; event `driver_blocked` afterwards, and
                              where there is none, the end of the process (`departure.Vigil`)
+    Ray's own processes   -> where one that the driver started has ended: event `ray_lost`, exit code 3
     heartbeats            -> RUN/heartbeat.json (the last one), events `heartbeat`: step, stage, open waits, processes
 
 It looks and tells; the only thing it ever does to a process is to end one that is stopped, and its own, which can do nothing more.
@@ -26,8 +27,9 @@ from typing import Any, TextIO
 
 from ray.exceptions import RayError
 
+from orchestrator.cluster import lost_processes
 from orchestrator.console import printable
-from orchestrator.departure import Vigil
+from orchestrator.departure import EXIT_STOPPED, Vigil, leave_for
 from orchestrator.run_folder import HEARTBEAT, STACKS, write_json
 from orchestrator.stacks import STOPPED, Look, Portrait, Process, here_id, look, on_nodes, portray, whereabouts
 from orchestrator.waits import Wait, Waits
@@ -221,6 +223,7 @@ class Watchdog:
         try:
             while True:
                 self._vigil.awake()
+                self._look_at_ray()
                 self._guard_driver()
                 if beat is None or beat.done():
                     said = "" if beat is None else beat.result()
@@ -234,6 +237,14 @@ class Watchdog:
         finally:
             if beat is not None:
                 beat.cancel()
+
+    def _look_at_ray(self) -> None:
+        """Ends the process before Ray does, which would take a minute, and have no exit code of ours nor a word of the run."""
+        lost = lost_processes()
+        if lost:
+            self._try_event("ray_lost", processes=lost)
+            reason = f"Ray's own {' and '.join(lost)}, which this process had started, has ended: killed, or for want of memory; "
+            leave_for("nothing goes on without Ray", EXIT_STOPPED, reason + "the last checkpoint stands")
 
     async def _try_beat(self) -> str:
         """What kept it from being told: a full disk, an instance that does not answer. The run's own waits tell of these."""

@@ -364,6 +364,39 @@ def test_a_driver_that_was_stopped_and_goes_on_is_not_left():
         assert (process.wait(30), process.stderr.read()) == (0, "")
 
 
+@pytest.mark.parametrize("victim", ["gcs_server", "raylet"])
+def test_a_run_whose_own_ray_is_killed_ends_with_the_reason_last(tmp_path, victim):
+    """Ray itself ends the driver after a minute, with exit code 1 and a word of its own."""
+    code = (
+        "import asyncio, json, sys\n"
+        "from pathlib import Path\n"
+        "import psutil\n"
+        "from configs.schema import ClusterConfig\n"
+        "from orchestrator.cluster import Demand, start_cluster\n"
+        "from orchestrator.waits import Waits\n"
+        "from orchestrator.watchdog import Pulse, Watchdog\n"
+        "folder, victim = Path(sys.argv[1]), sys.argv[2]\n"
+        "instance = start_cluster(ClusterConfig(address='local', num_cpus=1), Demand(num_cpus=1, num_gpus=0))\n"
+        "def event(name, **fields):\n"
+        "    with (folder / 'events').open('a') as file:\n        file.write(f'{name} {json.dumps(fields)}\\n')\n"
+        "async def run():\n"
+        "    Watchdog(folder, Waits(), event, Pulse(0.5, 60.0, dict, dict, ())).start()\n"
+        "    await asyncio.sleep(2)\n"
+        "    for process in psutil.Process().children():\n"
+        "        if process.name() == victim:\n            process.kill()\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(run())\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path), victim]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 3, ended.stderr
+    assert ended.stderr.splitlines()[-1] == (
+        f"limen: stopped: Ray's own {victim}, which this process had started, has ended: killed, or for want of memory; "
+        "the last checkpoint stands"
+    )
+    assert f'ray_lost {{"processes": ["{victim}"]}}' in (tmp_path / "events").read_text()
+
+
 def test_a_driver_that_hangs_at_its_end_is_left_with_the_reason_last():
     code = (
         "import asyncio, time\n"
