@@ -29,6 +29,7 @@ from orchestrator.ranks import RayLearner
 from orchestrator.waits import Waits
 from orchestrator.workers import Crew
 from rollout.engine import engine_environment
+from rollout.records import Purpose, Visit
 from rollout.weights import digest_bytes, tensor_bytes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(120)]
@@ -206,7 +207,7 @@ class Bench:
         )
         return ray.remote(SabotagedWorker).options(**options).remote("rollout.vllm_in_process", spec, **sabotage)
 
-    async def begin(self, crew_type=OneActor, make=None):
+    async def begin(self, crew_type=OneActor, make=None, workers=None):
         await self.learner.tell.remote("")
         await self.engine.tell_transit.remote("")
         await self.engine.tell_loader.remote("")
@@ -225,7 +226,7 @@ class Bench:
         )
         # Generations go on where the last test's ended: the engine remembers them.
         self.pusher._generation = Bench.generation
-        await self.crew.start([Worker("rollout-0", self.engine)])
+        await self.crew.start(workers or [Worker("rollout-0", self.engine)])
         return self
 
     generation = 0
@@ -313,7 +314,7 @@ SENDER = [
 
 @pytest.mark.parametrize(("lie", "words"), SENDER, ids=[lie for lie, _ in SENDER])
 async def test_a_sender_that_lies_in_a_step(bench, lie, words):
-    """Caught before any engine swaps, told with both numbers, gathered anew once, then the run stops."""
+    """B137: caught before any engine swaps, told with both numbers, gathered anew once, then the run stops."""
     await bench.pusher.push(0)
     await bench.learner.tell.remote(lie)
     with pytest.raises(RunStopped, match=words):
@@ -342,7 +343,7 @@ FIRST = [
 
 @pytest.mark.parametrize(("lie", "words"), FIRST, ids=[lie for lie, _ in FIRST])
 async def test_a_sender_that_lies_from_the_first_push_on(bench, lie, words):
-    """Nothing to compare the manifest with: the engine's rehearsal refuses it, or the proof on fixed tokens."""
+    """B137: nothing to compare the manifest with: the engine's rehearsal refuses it, or the proof on fixed tokens."""
     await bench.learner.tell.remote(lie)
     with pytest.raises(RunStopped, match=words):
         await bench.pusher.push(0)
@@ -363,6 +364,7 @@ TRANSIT = [
 
 @pytest.mark.parametrize(("change", "words"), TRANSIT, ids=[change for change, _ in TRANSIT])
 async def test_bytes_spoilt_in_transit(bench, change, words):
+    """B137: what arrived is not what was sent; the engine refuses it, and so does the one in its place."""
     await bench.pusher.push(0)
     await bench.engine.tell_transit.remote(change)
     pushing = bench.step(1)
@@ -393,7 +395,7 @@ LOADER = [
 
 @pytest.mark.parametrize(("fault", "first", "words"), LOADER, ids=[f"{fault}-after-{first}" for fault, first, _ in LOADER])
 async def test_a_loader_that_loads_wrongly_and_reports_success(bench, fault, first, words):
-    """``first`` loads are right. The engine that comes in its place has loaded often enough to be wrong from its first on."""
+    """B137: ``first`` loads are right. The engine that comes in its place has loaded often enough to be wrong from its first on."""
     await bench.engine.tell_loader.remote("")
     await bench.learner.nudge.remote(1.01)  # what the engine still has from the last test is not what it is sent
     await bench.engine.tell_loader.remote(fault, first)
@@ -448,6 +450,38 @@ async def test_the_ladder_with_an_engine_that_is_really_started_anew(shared):
     await bench.agrees()
     assert [worker.name for worker in bench.fleet.workers] == ["rollout-0.1"]
     bench.end()
+
+
+async def test_two_workers_make_the_completions_of_a_visit_and_no_two_visits_share_them(shared):
+    """B123: two visits of one prompt, one a worker, four completions each at temperature 1. Of the eight at least seven differ; asked the
+    other way round, each visit gets the same tokens from the other worker."""
+    workers = [
+        Worker(name, shared.start_engine(name)) for name in ("rollout-0", "rollout-1")
+    ]  # of the shared one others took the stream
+    bench = await shared.begin(workers=workers)
+    await bench.pusher.push(0)
+    assert [worker.name for worker in bench.fleet.workers] == ["rollout-0", "rollout-1"]
+    config = load_config(["rollout.temperature=1", "rollout.max_new_tokens=16", "batch.group_size=4"])
+    bench.fleet._request = material.request_maker(config, bench.stuff)
+    prompt = bench.stuff.prompts.train[0]
+    visits = [Visit(prompt.id, number, Purpose.TRAIN) for number in range(2)]
+    made = {}
+    for order in (visits, visits[::-1]):
+        await bench.fleet.submit(order)  # one a worker, in this order
+        finished = [item for _ in range(2) for item in await bench.fleet.next_finished()]
+        assert {item.meta.visit: item.meta.worker for item in finished} == dict(
+            zip(order, ("rollout-0", "rollout-1"), strict=True)
+        )
+        for item in finished:
+            group = (await item.address.parcel)[item.address.place]
+            tokens = [completion.token_ids.tolist() for completion in group.completions]
+            assert made.setdefault(item.meta.visit, tokens) == tokens
+    completions = [tuple(tokens) for of_visit in made.values() for tokens in of_visit]
+    assert len(completions) == 8
+    assert len(set(completions)) >= 7
+    bench.end()
+    for worker in workers:
+        ray.kill(worker.actor)
 
 
 async def test_untied_heads_are_two_tensors(ray_instance):
