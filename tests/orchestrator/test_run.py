@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -27,6 +28,19 @@ SMALL = [
     "evaluation.before=false",
     "evaluation.after=false",
 ]
+NAN = """
+import torch
+
+from learner.surrogates import Surrogate, grpo
+
+
+def poisoned(tokens) -> Surrogate:
+    plain = grpo(tokens)
+    return Surrogate(factor=plain.factor * torch.nan, value=plain.value, regions=plain.regions)
+
+
+poisoned.ratio_based = False
+"""
 REWARD = """
 def score(completion, answer):
     return float(completion.strip() == str(answer))
@@ -130,6 +144,34 @@ def compare(model, version, run_dir):
                 start = len(group["prompt_token_ids"]) - 1
                 mine = logp[range(start, start + len(made)), completion["token_ids"]].numpy()
                 np.testing.assert_allclose(mine[made], np.array(completion["roll_logp"])[made], atol=1e-4)
+
+
+def test_a_run_of_steps_without_a_finite_gradient_stops_before_it_saves_one(folder):
+    """B93: two steps are skipped, the third in a row is one too many. The run goes back to its checkpoint once, which knows of the two,
+    and ends with 3; nothing that it saved has a weight or a moment that is not finite."""
+    (folder / "my_surrogate.py").write_text(NAN)
+    run_dir = folder / "nan"
+    process = start(
+        folder,
+        f"run_dir={run_dir}",
+        "steps=6",
+        "checkpoint.every=1",
+        "selection=none",
+        "batch.num_mini_batches=1",
+        "learner.max_skipped_steps=2",
+        "algorithm=reinforce",
+        "algorithm.name=my_surrogate.py:poisoned",
+    )
+    out = finish(process)
+    assert process.returncode == 3, out
+    assert "3 optimizer steps in a row had a gradient that is not finite (learner.max_skipped_steps=2)" in out
+    told = rows(run_dir)
+    assert [(row["step"], row["update/skipped_nonfinite"]) for row in told] == [(1, 1), (2, 1)], out
+    assert newest(run_dir) == 2
+    files = list((run_dir / "checkpoints").rglob("*.safetensors"))
+    assert len(files) >= 4, "weights and training state of both"
+    for file in files:
+        assert all(torch.isfinite(tensor).all() for tensor in load_file(file).values()), file
 
 
 def test_killed_resumed_interrupted_terminated_finished(folder):
