@@ -130,13 +130,9 @@ def test_events_tell_the_story(part):
         facts["pid"]: name for event in events if event["event"] == "heartbeat" for name, facts in event["processes"].items()
     }
     struck = faults(part)
-    ranks = [fault for fault in struck if fault.kind == "learner"]
     returns = [event for event in events if event["event"] == "rolled_back"]
-    assert len(returns) == len(ranks) == 2
-    for fault, event in zip(ranks, returns, strict=True):
-        assert event["time"] > fault.time
-        assert event["cause"].startswith("a learner rank")
-    assert [event["incarnation"] for event in returns] == [1, 2]
+    assert [event["incarnation"] for event in returns] == list(range(1, 1 + len(returns)))
+    assert len([fault for fault in struck if fault.kind == "learner"]) <= len(returns) <= len(struck)
 
     def told(fault, name, **fields):
         return [
@@ -144,13 +140,15 @@ def test_events_tell_the_story(part):
         ]
 
     for fault in struck:
-        if any(0 < rank.time - fault.time < 15 for rank in ranks):
-            continue  # its life may have ended before it was missed
-        if fault.target == "rollout":
+        if fault.target == "learner":
+            assert told(fault, "rolled_back"), fault
+        elif any(0 < event["time"] - fault.time < 20 for event in returns):
+            continue  # the life that it struck ended soon after, or never began for it
+        elif fault.target == "rollout":
             assert told(fault, "worker_lost", worker=names[fault.pid]), fault
         elif fault.target == "reward":
             assert told(fault, "reward_pool_replaced"), fault
-        elif fault.target == "verifier":
+        else:
             assert told(fault, "verifiers_lost"), fault
 
 
