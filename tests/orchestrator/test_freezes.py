@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -30,6 +31,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 DEADLINE_S = 5.0
 HEARTBEAT_S = 8.0
+PUSH_S = 8.0  # above that of a bucket
 CONFIG = [
     "steps=2",
     "model.embedded.steps=2",
@@ -47,7 +49,8 @@ CONFIG = [
     "checkpoint.every=2",
     "reward.timeout_s=0.05",
     "reward.max_failed_share=1",
-    *(f"deadlines.{key}_s={DEADLINE_S}" for key in ("score", "prepare", "train", "receive", "checkpoint", "evaluate")),
+    *(f"deadlines.{key}_s={DEADLINE_S}" for key in ("score", "prepare", "train", "receive", "checkpoint", "evaluate", "close")),
+    f"deadlines.push_s={PUSH_S}",
     f"deadlines.heartbeat_s={HEARTBEAT_S}",
     "log.console=off",
     "log.tensorboard=false",
@@ -82,8 +85,16 @@ class Rollout(RolloutActor):
         freeze("swap")
         return super().swap(version, manifest)
 
+    def close(self):
+        freeze("close")
+        super().close()
+
 
 class Learner(LearnerActor):
+    def fetch(self, *args):
+        freeze("fetch")
+        return super().fetch(*args)
+
     def prepare(self, *args):
         freeze("prepare")
         return super().prepare(*args)
@@ -92,6 +103,10 @@ class Learner(LearnerActor):
         freeze("train")
         return super().train()
 
+    def buckets(self, *args):
+        freeze("gather")
+        yield from super().buckets(*args)
+
     def save(self, folder):
         freeze("save")
         return super().save(folder)
@@ -99,7 +114,8 @@ class Learner(LearnerActor):
 
 class Reward(RewardActor):
     def score(self, parcel, questions):
-        freeze("score")
+        evaluated = parcel[questions[0][0]].visit.purpose is Purpose.EVAL
+        freeze("evaluate scores" if evaluated else "score")
         return super().score(parcel, questions)
 
 
@@ -108,12 +124,16 @@ LONGEST_SCORE_S = DEADLINE_S + 16 * 4 * 2 * 0.05  # 16 completions, four groups 
 STAGES = {
     "produce": ("sleep", "rollout-0", "taking visits", "rollout-0", HEARTBEAT_S),
     "score": ("sleep", "reward pool", "scores", "rewards-0", None),
+    "fetch": ("sleep", "learner", "fetch step 2", "learner-0", DEADLINE_S),
     "prepare": ("sleep", "learner", "prepare step 2", "learner-0", DEADLINE_S),
     "train": ("stop", "learner", "train step 2", "learner-0", DEADLINE_S),
+    "gather": ("sleep", "push", "version 2", "learner-0", PUSH_S),
     "receive": ("stop", "rollout-0", "bucket 0 of generation 5", "rollout-0", DEADLINE_S),
     "swap": ("sleep", "rollout-0", "swap to version 2", "rollout-0", DEADLINE_S),
     "save": ("sleep", "learner", "checkpoint of step 2", "learner-0", DEADLINE_S),
     "evaluate": ("stop", "rollout workers", "completions of the evaluation", "rollout-0", DEADLINE_S),
+    "evaluate scores": ("sleep", "reward pool", "scores of the evaluation", "rewards-0", DEADLINE_S),
+    "close": ("stop", "rollout-0", "close", "rollout-0", DEADLINE_S),
 }
 
 
@@ -125,8 +145,8 @@ class PatientWaits(Waits):
         self.work = {}
 
     async def wait(self, awaitable, *, owner, name, deadline_s):
-        self.work[name] = asyncio.ensure_future(awaitable)
-        return await super().wait(self.work[name], owner=owner, name=name, deadline_s=deadline_s)
+        self.work[owner, name] = asyncio.ensure_future(awaitable)
+        return await super().wait(self.work[owner, name], owner=owner, name=name, deadline_s=deadline_s)
 
 
 class Frozen(Job):
@@ -149,7 +169,7 @@ class Frozen(Job):
         for frozen in self.freezes.glob("*.frozen"):
             frozen.with_suffix(".thawed").touch()
             os.kill(int(frozen.read_text()), signal.SIGCONT)
-        await asyncio.wait({self._waits.work[wait.name]}, timeout=30.0)
+        await asyncio.wait({self._waits.work[wait.owner, wait.name]}, timeout=30.0)
         return found
 
 
@@ -187,5 +207,6 @@ async def test_the_watchdog_names_every_frozen_stage_with_stacks_in_time(tmp_pat
         stacks = (tmp_path / breach["stacks"]).read_text()
         assert f"process {pid} (ray::" in stacks, stage
         if how == "sleep":
+            assert re.search(r" in \w+ at freeze \(test_freezes\.py:\d+\)", breach["culprits"][culprit]), stage
             assert "in freeze" in stacks, stage
     assert not [event for event in events if event["event"] == "worker_lost"]
