@@ -1,8 +1,8 @@
-"""How many visits may be open, and whether a batch may close while others still run. Pure: the loop keeps the books."""
+"""How many visits may be open, whether a batch may close while others still run, what is too old for it. Pure: the loop keeps the books."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from configs.schema import Auto
@@ -51,3 +51,21 @@ def leaves_late(running: Sequence[int], waiting: Sequence[int], *, version: int,
         if late and late + sum(made <= turn for made in waiting) > k * groups_per_step:
             return True
     return False
+
+
+def too_old(made: Mapping[int, int], *, version: int, max_lag: int, waits: bool, groups_per_step: int) -> list[int]:
+    """Which of the kept groups of a resumed run, kept under a higher lag perhaps, this one could train only later than it allows.
+
+    Args:
+        made: the version of each one's oldest token, by the order of its pick.
+        waits: whether batches take the oldest first and no token may be more than ``max_lag`` versions old; else nothing is too old above
+            lag 0.
+    """
+    if max_lag == 0:  # a batch is cut in the order of the picks: what comes after an older one goes with it
+        first = min((order for order in made if made[order] < version), default=None)
+        return [] if first is None else [order for order in made if order >= first]
+    in_time: set[int] = set()
+    for order in sorted(made, key=made.__getitem__):  # as the batches to come will take them
+        if not waits or version + len(in_time) // groups_per_step - made[order] <= max_lag:
+            in_time.add(order)
+    return [order for order in made if order not in in_time]

@@ -30,7 +30,7 @@ from typing import NamedTuple
 from configs.errors import ConfigError
 from configs.schema import Auto, DeadlinesConfig, Late, WhenShort
 from learner.selection import Decision
-from orchestrator.admission import KeepRate, leaves_late, most_open
+from orchestrator.admission import KeepRate, leaves_late, most_open, too_old
 from orchestrator.errors import RunStopped
 from orchestrator.failures import over_budget
 from orchestrator.handles import MOST_REPLACEMENTS, Fleet, LearnerHandle, Lost, Observer, Pusher, Scorer
@@ -135,24 +135,15 @@ class Loop:
 
     def _ask_older_again(self) -> None:
         """What was kept under a higher ``max_lag`` than this run's, and could be trained only later than this one allows."""
-        older = [self._buffer[order].pick for order in self._too_old()]
+        made = {order: kept.scored.meta.min_version for order, kept in self._buffer.items()}
+        settings, waits = self._settings, self._settings.late is Late.wait
+        numbers = {"version": self.version, "max_lag": settings.max_lag, "groups_per_step": settings.groups_per_step}
+        older = [self._buffer[order].pick for order in too_old(made, waits=waits, **numbers)]
         for pick in older:
             del self._buffer[pick.order]
             self._judged.pop(pick.order, None)
         if older:
             self._ask_again(older, "late", None)
-
-    def _too_old(self) -> list[int]:
-        made = {order: kept.scored.meta.min_version for order, kept in self._buffer.items()}
-        max_lag, groups_per_step = self._settings.max_lag, self._settings.groups_per_step
-        if max_lag == 0:  # a batch is cut in the order of the picks: what comes after an older one goes with it
-            first = min((order for order in made if made[order] < self.version), default=None)
-            return [] if first is None else [order for order in made if order >= first]
-        in_time: set[int] = set()
-        for order in sorted(made, key=made.__getitem__):  # as batches to come will take them
-            if self._settings.late is not Late.wait or self.version + len(in_time) // groups_per_step - made[order] <= max_lag:
-                in_time.add(order)
-        return [order for order in made if order not in in_time]
 
     def stop(self) -> None:
         """Ends the run at the next moment at which it stands on whole steps."""

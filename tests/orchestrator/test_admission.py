@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.schema import Auto
-from orchestrator.admission import KeepRate, leaves_late, most_open
+from orchestrator.admission import KeepRate, leaves_late, most_open, too_old
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -60,3 +60,14 @@ def test_it_says_whether_the_oldest_first_come_too_late(asked, max_lag, groups_p
     assert found <= late
     if not some_newest_late:
         assert found == late
+
+
+def test_what_a_resumed_run_is_too_late_for_by_hand():
+    """At version 5 with two groups a batch: those of versions 3 to 5 that wait, by the order of their picks."""
+    at = {"version": 5, "groups_per_step": 2}
+    made = {7: 5, 8: 4, 9: 5, 10: 3}
+    assert too_old(made, max_lag=0, waits=False, **at) == [8, 9, 10], "batches are cut in pick order"
+    assert too_old(made, max_lag=1, waits=True, **at) == [10]
+    assert too_old({1: 4, 2: 4, 3: 4}, max_lag=1, waits=True, **at) == [3], "the third has the next batch, at version 6"
+    assert too_old(made, max_lag=1, waits=False, **at) == []
+    assert too_old({}, max_lag=0, waits=True, **at) == []
