@@ -276,9 +276,9 @@ def limen(*overrides):
 @pytest.mark.engine
 @pytest.mark.timeout(300)
 def test_a_run_whose_disk_fills_up_ends_with_3_and_goes_on_when_there_is_room(make_disk):
-    """There is room for the rows and one checkpoint of 13 MB, not for two: one save that fails is told, the second one ends the run."""
+    """There is room for the rows and one checkpoint of 5.5 MB, not for two: one save that fails is told, the second one ends the run."""
     disk = make_disk("size=64m")
-    disk.fill(20 * 2**20 // PAGE)
+    disk.fill(9 * 2**20 // PAGE)
     run = disk.path / "run"
     process = limen(
         f"run_dir={run}",
