@@ -92,6 +92,11 @@ def figures(part: Path) -> dict[str, float]:
     } | {f"memory late over early, {kind}": grown for kind, grown in growth(part).items()}
 
 
+def weights(part: Path) -> dict[int, str]:
+    """The digest of all weights after each step, as they were in the end: the rows of a step that was done again come later."""
+    return {row["step"]: row["weights"] for row in rows_of(part / "run" / "metrics.jsonl")}
+
+
 @pytest.mark.line(id="6.2")
 @pytest.mark.timeout(6 * 3600)
 def test_two_thousand_steps_in_a_storm(record, tmp_path):
@@ -105,6 +110,7 @@ def test_two_thousand_steps_in_a_storm(record, tmp_path):
     faults = rows_of(part / "faults.jsonl")
     by_kind = {f"faults: {kind}": sum(fault["target"] == kind for fault in faults) for kind in (*storm.ACTORS, "verifier")}
     successors = growth_of_successors(part)
+    twin, own = weights(folder / f"undisturbed-{SEEDS[0]}"), weights(part)
     rates = [run["pass@1 after"] for run in calm]
     error = stdev(rates) * math.sqrt(1 + 1 / len(SEEDS))  # of one run's distance from the mean of the others
     apart = stormy["pass@1 after"] - fmean(rates)
@@ -115,6 +121,11 @@ def test_two_thousand_steps_in_a_storm(record, tmp_path):
         | {"seconds between two faults, on average": (faults[-1]["time"] - faults[0]["time"]) / (len(faults) - 1)}
         | stormy
         | {f"memory of later over earlier ones, {kind}": grown for kind, grown in successors.items()}
+        | {
+            "steps with the weights of the undisturbed run of this seed, bit for bit": sum(
+                own[step] == twin[step] for step in own
+            )
+        }
         | {"pass@1 less the mean of the undisturbed": apart, "standard error": error}
     )
 
