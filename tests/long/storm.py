@@ -245,7 +245,10 @@ def left(part: Path, segments_before: set[str], patience_s: float = 10.0) -> dic
     """Processes, and segments of shared memory that nobody uses, that a run has left: for a moment its last ones may still be ending."""
     until = time.monotonic() + patience_s
     while True:
-        found = {"processes": marked(str(part)), "segments": sorted(shared_memory(unused=True) - segments_before)}
+        found: dict[str, list[Any]] = {
+            "processes": marked(str(part)),
+            "segments": sorted(shared_memory(unused=True) - segments_before),
+        }
         if not any(found.values()) or time.monotonic() > until:
             return found
         time.sleep(0.2)

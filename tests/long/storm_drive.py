@@ -32,9 +32,9 @@ if __name__ == "__main__":
     file, *arguments = sys.argv[1:]
     end = Cluster.close
 
-    def look_and_end(cluster: Cluster) -> None:
+    def look_and_end(self: Cluster) -> None:
         Path(file).write_text(json.dumps(held(), indent=2) + "\n")
-        end(cluster)
+        end(self)
 
     Cluster.close = look_and_end  # type: ignore[method-assign]
     sys.exit(main(arguments))
