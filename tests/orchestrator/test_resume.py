@@ -363,17 +363,6 @@ def test_a_run_whose_data_end_before_its_steps_saves_the_last_one_once(bench):
     assert (summary["exit_reason"], summary["checkpoint"]) == ("data used up", f"step-{last:06d}")
 
 
-def test_a_run_whose_data_end_before_its_steps_saves_the_last_one_once(bench):
-    """B149: groups without signal use up visits, so the data end before the steps that they were reckoned to last."""
-    off = ("evaluation.every=0", "evaluation.before=false", "evaluation.after=false")
-    run = train(bench, "used-up", "steps=null", "data.num_epochs=0.4", "checkpoint.every=100", *off)
-    last = max(metrics(run))
-    assert [row["step"] for row in events(run, "checkpoint")] == [last]
-    assert find_checkpoint(run, pytest.fail).step == last
-    summary = read(run / "summary.json")
-    assert (summary["exit_reason"], summary["checkpoint"]) == ("data used up", f"step-{last:06d}")
-
-
 def test_another_optimizer_is_refused_by_its_key(bench, unbroken):
     with pytest.raises(ValueError, match=r"learner\.optimizer\.name=sgd, but the run was saved with adamw"):
         resume(bench, unbroken, 3, "other-optimizer", "learner.optimizer.name=sgd")
