@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import yaml
 
@@ -347,6 +348,16 @@ def test_scoring_at_a_temperature_leaves_running_completions_alone(policy: Polic
         logits = policy.model(torch.tensor(ROWS[1][None], dtype=torch.long)).logits[0, :-1]
     chosen = logits.gather(1, torch.tensor(ROWS[1][1:, None], dtype=torch.long))
     assert scores.rank.tolist() == ((logits > chosen).sum(-1) + 1).tolist()
+
+
+def test_batches_of_ever_other_sizes_do_not_take_ever_more_memory(policy: Policy) -> None:
+    """Every other number of tokens is another shape of every matrix product, and kept code for all shapes would be tens of MiB."""
+    for length in range(4, 97, 2):
+        policy.engine.score_tokens([ROWS[3][:length]], 1.0)
+    before = psutil.Process().memory_info().rss
+    for length in range(5, 97, 2):
+        policy.engine.score_tokens([ROWS[3][:length]], 1.0)
+    assert psutil.Process().memory_info().rss - before < 8 * 2**20
 
 
 Q, K, UP = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.up_proj.weight"
