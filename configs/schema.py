@@ -287,8 +287,8 @@ class RolloutConfig:
     )
     oversample: float | Auto = knob(
         1.0,
-        "open visits beyond `max_lag`, in batches: above 1 keeps the engines full while a filtered batch fills; `auto`: one over the share of "
-        "groups that was kept lately, at most 4",
+        "open visits beyond `max_lag`, in batches: above 1 keeps the engines full while a filtered batch fills, and above lag 0 makes as much older "
+        "what is trained; `auto`: one over the share of groups that was kept lately, at most 4",
     )
     max_visits_per_step: int | None = knob(None, "bound on the visits of one step, refills included; without one, 8 batches")
     when_short: WhenShort = knob(

@@ -201,11 +201,15 @@ def _check_rollout(config: Config) -> None:
             f"data.last_batch=keep, rollout.max_lag={rollout.max_lag}: above lag 0 a batch has no epoch of its own to end with; "
             "data.last_batch=wrap or drop works, or rollout.max_lag=0"
         )
-    if rollout.max_lag > 0 and rollout.oversample != 1:
-        asked = "auto" if isinstance(rollout.oversample, Auto) else f"{rollout.oversample:g}"
+    if rollout.max_lag > 0 and isinstance(rollout.oversample, Auto):
         raise ConfigError(
-            f"rollout.oversample={asked}, rollout.max_lag={rollout.max_lag}: above lag 0 every dropped group makes room "
-            "at once and the engines stay full, so more open visits only make tokens older than max_lag; rollout.oversample=1 works"
+            f"rollout.oversample=auto, rollout.max_lag={rollout.max_lag}: it follows what batches at lag 0 keep; "
+            "a number works, such as rollout.oversample=1, or rollout.max_lag=0"
+        )
+    if rollout.max_lag > 0 and rollout.oversample != 1 and rollout.late is Late.wait:
+        raise ConfigError(
+            f"rollout.oversample={rollout.oversample:g}, rollout.max_lag={rollout.max_lag}, rollout.late=wait: with more open than "
+            "max_lag + 1 batches some must be trained later than that, whoever waits; rollout.oversample=1 works, or rollout.late=correct"
         )
     if rollout.max_token_lag is not None and rollout.late is not Late.drop:
         raise ConfigError(

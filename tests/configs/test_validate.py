@@ -40,7 +40,10 @@ COMBINATIONS = {
         "learner.optimizer.warmup_ratio=0.1",
         [["learner.optimizer.warmup_steps=0"], ["learner.optimizer.warmup_ratio=0"]],
     ),
-    ("rollout.max_lag=1",): ("rollout.oversample=2", [["rollout.oversample=1"], ["rollout.max_lag=0"]]),
+    ("rollout.max_lag=1", "rollout.late=wait"): (
+        "rollout.oversample=2",
+        [["rollout.oversample=1"], ["rollout.late=correct"]],
+    ),
     ("rollout.max_lag=1", "rollout.oversample=auto"): (
         "rollout.oversample=auto",
         [["rollout.oversample=1"], ["rollout.max_lag=0"]],

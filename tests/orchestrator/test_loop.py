@@ -745,27 +745,27 @@ async def test_nothing_of_an_unproven_worker_is_trained():
     assert loop._ledger.counts["requeued/unproven"] > len(voided)
 
 
-@pytest.mark.parametrize(("max_lag", "step", "oversample"), [(0, 1, 1.0), (0, 3, 1.5), (0, 3, 2.0), (2, 3, 1.0)])
+@pytest.mark.parametrize(("max_lag", "step", "oversample"), [(0, 1, 1.0), (0, 3, 1.5), (0, 3, 2.0), (2, 3, 1.0), (1, 3, 2.0)])
 async def test_what_an_unproven_worker_made_drops_no_visit(max_lag, step, oversample):
     """Its weights are not the learner's: all that it made in this step was wrong, and dropped. None of it counts, neither as a drop nor for
     what is known of the prompts; the visits are asked again and trained."""
     world = World()
     settings = replace(SETTINGS, max_lag=max_lag, oversample=oversample, num_steps=6)
     loop = world.make(settings)
-    ledger, void, broken = loop._ledger, [], True
+    ledger, void, broken, before = loop._ledger, [], True, 0
 
     def scores(visit, version):
-        if broken and loop.step == step - 1:
-            void.append(visit)
-            return (score(0.0), score(0.0))
-        return (score(1.0), score(0.0))
+        return (score(0.0), score(0.0)) if broken and loop.step >= step - 1 else (score(1.0), score(0.0))
 
     world.scores = scores
 
     async def doubts():
-        nonlocal broken
-        while len(void) < 6 or ledger.counts["dropped/zero_variance_unsolved"] < 3:
+        """Once three groups of one step were dropped. Above lag 0 the step before may have dropped some too: they are over."""
+        nonlocal broken, before
+        while loop._dropped["zero_variance_unsolved"] < 3:
             await asyncio.sleep(0.001)
+        void.extend(judged.pick.visit for judged in loop._judged.values() if judged.reason)
+        before = ledger.counts["dropped/zero_variance_unsolved"] - loop._dropped["zero_variance_unsolved"]
         running = tuple(v for v in loop._running if ledger.state_of(v) is State.RUNNING)
         world.cancelled |= set(running)
         broken = False
@@ -774,11 +774,12 @@ async def test_what_an_unproven_worker_made_drops_no_visit(max_lag, step, oversa
     doubting = asyncio.create_task(doubts())
     assert await loop.run() == "done"
     await doubting
-    assert len(void) >= 6
-    assert ledger.counts["dropped/zero_variance_unsolved"] == 0
+    assert len(void) >= 3
+    assert ledger.counts["dropped/zero_variance_unsolved"] == before
+    assert max_lag or not before
     trained = {pick.visit for batch in world.batches for pick in batch}
     assert set(void) <= trained
-    assert all(outcome.dropped.keys() <= {"surplus"} for outcome in world.outcomes)
+    assert sum(outcome.dropped.get("zero_variance_unsolved", 0) for outcome in world.outcomes) == before
     places = ledger.prompts.find([visit.prompt_id for visit in void])
     prior = ledger.rates.priors(loop.version)
     right, wrong = (ledger.rates.posteriors(places, loop.version) - prior[ledger.rates.stratum[places]]).T
@@ -832,7 +833,7 @@ async def test_the_bound_of_a_waiting_batch_holds_where_workers_are_lost_and_dou
     assert len(trained) == len(set(trained)) == 60
 
 
-@pytest.mark.parametrize(("max_lag", "oversample"), [(0, 1.0), (0, 2.0), (2, 1.0)])
+@pytest.mark.parametrize(("max_lag", "oversample"), [(0, 1.0), (0, 2.0), (2, 1.0), (1, 2.0)])
 @pytest.mark.parametrize("seed", range(4))
 async def test_in_the_history_that_stands_each_visit_is_trained_once_and_none_is_lost(max_lag, oversample, seed):
     """6.1: killed at random moments, the run goes on from a checkpoint of some steps ago; workers are lost and doubted meanwhile."""
@@ -1028,7 +1029,7 @@ class OnLostNodes(World):
         return [kept for kept in batch.groups if self.is_lost(kept.pick.visit, "fetch")]
 
 
-@pytest.mark.parametrize(("max_lag", "oversample"), [(0, 1.0), (0, 2.0), (2, 1.0)])
+@pytest.mark.parametrize(("max_lag", "oversample"), [(0, 1.0), (0, 2.0), (2, 1.0), (1, 2.0)])
 async def test_groups_of_a_lost_node_are_asked_again_and_the_batch_is_filled_before_any_rank_begins(max_lag, oversample):
     """Every visit is trained as if no node had been lost; at lag 0 in the same batches. What is left of the step's visits is just enough."""
     settings = replace(SETTINGS, max_lag=max_lag, oversample=oversample, max_visits_per_step=int(4 * (max_lag + oversample)))
@@ -1126,7 +1127,7 @@ def any_settings(chance, num_steps, last):
     return replace(
         SETTINGS,
         max_lag=max_lag,
-        oversample=1.0 if max_lag else chance.choice([1.0, 1.5, 2.0, Auto.auto]),
+        oversample=chance.choice([1.0, 1.5, 2.0, *([] if max_lag else [Auto.auto])]),
         late=late,
         max_token_lag=max_lag if late is Late.drop else None,
         max_visits_per_step=chance.choice([4, 7, 16, 32]),
