@@ -66,9 +66,7 @@ def draw(curves: dict[tuple[int, str], list[list[float]]]) -> None:
     for (lag, kind), of_seeds in curves.items():
         points = [fmean(of_point) for of_point in zip(*of_seeds, strict=True)]
         steps = [(i + 0.5) * STEPS_A_POINT for i in range(len(points))]
-        axes.plot(
-            steps, points, "-o" if kind == "corrected" else "--s", markersize=3, label=f"max_lag {lag}, {kind}"
-        )
+        axes.plot(steps, points, "-o" if kind == "corrected" else "--s", markersize=3, label=f"max_lag {lag}, {kind}")
     axes.set(
         xlabel="step",
         ylabel="pass rate of what was generated",
