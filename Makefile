@@ -17,14 +17,14 @@ demo: install
 	$(bin)/limen train $(ARGS)
 
 # What needs a Ray cluster or an engine runs by itself: two at once would stand in each other's way on two cores.
-beside := $(wildcard tests/configs tests/learner tests/rewards)
+alone := cluster or engine
 
 test: install
 ifdef ARGS
 	$(bin)/python -m pytest $(ARGS)
 else
-	$(if $(beside),$(bin)/python -m pytest -n 2 --dist loadfile $(beside))
-	$(bin)/python -m pytest tests $(addprefix --ignore=,$(beside))
+	$(bin)/python -m pytest -n 2 --dist loadfile -m 'not ($(alone))'
+	$(bin)/python -m pytest -m '$(alone)'
 endif
 
 check: install
