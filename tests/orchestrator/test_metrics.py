@@ -61,11 +61,12 @@ class Pass:
 @pytest.mark.parametrize("missing", [score(0, Status.ERROR), replace(score(0.0), consequence=Consequence.ZERO)])
 async def test_an_evaluation_of_which_too_little_was_judged_is_none(missing):
     """Three of four have no verdict; the one that has is right, and would pass for a pass rate of 1."""
-    judged = Pass(scored("a", 1.0, missing), scored("b", replace(missing, detail="the judge is away"), missing))
-    keys = {"num_samples": 2, "version": 0, "deadline_s": 10.0}
+    away = replace(missing, detail="the judge is away")
+    judged = Pass(scored("a", 1.0, missing, purpose=Purpose.EVAL), scored("b", away, missing, purpose=Purpose.EVAL))
+    keys, asked = {"num_samples": 2, "version": 0, "deadline_s": 10.0}, {name: PROMPTS[name] for name in "ab"}
     with pytest.raises(RunStopped, match=r"failed on 3 of 4 completions of the evaluation of version 0 .*max_failed_share=0\.5"):
-        await evaluate(judged, judged, PROMPTS, Waits(), **keys, max_failed_share=0.5)
-    assert (await evaluate(judged, judged, PROMPTS, Waits(), **keys, max_failed_share=0.75)).num_prompts == 2
+        await evaluate(judged, judged, asked, Waits(), **keys, max_failed_share=0.5)
+    assert (await evaluate(judged, judged, asked, Waits(), **keys, max_failed_share=0.75)).num_prompts == 2
 
 
 def test_evaluation_means_over_prompts_and_leaves_failed_verifiers_out():
