@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from configs.schema import Config
 from orchestrator import cluster
 from orchestrator.checkpoint import find_checkpoint
 from orchestrator.commands import LEAVE_S, Interrupt, one_line
-from orchestrator.console import evaluation_lines, printable
+from orchestrator.console import evaluation_lines, printable, to_stderr
 from orchestrator.departure import EXIT_STOPPED, Departure
 from orchestrator.errors import RunStopped
 from orchestrator.evaluation import choose_prompts, evaluate
@@ -162,7 +161,7 @@ def _watched(config: Config, waits: Waits, launcher: Launcher) -> Iterator[Watch
     finally:
         watchdog.close()
         if any((folder / STACKS).iterdir()):
-            print(f"limen: the stacks are in {folder / STACKS}", file=sys.stderr)
+            to_stderr(f"the stacks are in {folder / STACKS}")
         else:
             shutil.rmtree(folder)
 

@@ -174,6 +174,12 @@ def evaluation_lines(title: str, before: Evaluation | None, after: Evaluation) -
     return lines
 
 
+def to_stderr(text: str) -> None:
+    """A line of Limen's own. Where stderr goes may be full or gone: that keeps nobody from what comes next."""
+    with contextlib.suppress(OSError):
+        print("limen: " + printable(text), file=sys.stderr, flush=True)
+
+
 def printable(text: str, limit: int = 2000) -> str:
     """Text that is safe on a terminal: control characters and lone surrogates escaped, cut to ``limit`` characters."""
     cut = text if len(text) <= limit else text[:limit] + f" ... ({len(text) - limit} more characters)"

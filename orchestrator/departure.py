@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import faulthandler
-import sys
 import threading
 
-from orchestrator.console import printable
+from orchestrator.console import to_stderr
 from orchestrator.grace import leave
 
 EXIT_STOPPED = 3
@@ -66,6 +65,6 @@ def _leave_with_stacks(told: str, exit_code: int, reason: str) -> None:
 
 def leave_for(told: str, exit_code: int, reason: str) -> None:
     """Ends this process and what it has started, the reason last."""
-    print(f"limen: watchdog: {told}", file=sys.stderr)
-    print(f"limen: {'stopped: ' if exit_code else ''}{printable(reason)}", file=sys.stderr, flush=True)
+    to_stderr(f"watchdog: {told}")
+    to_stderr(f"{'stopped: ' if exit_code else ''}{reason}")
     leave(exit_code)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -18,7 +17,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from orchestrator.console import printable
+from orchestrator.console import to_stderr
 
 SAVES = 2.0  # a save may take as many times as long as the last one
 END_S = 10.0  # for actors and Ray to end; in a shorter period its third, and a third is for a save of unknown length
@@ -77,8 +76,7 @@ def leave_after(grace_s: float, exit_code: int, words: Callable[[], str]) -> Non
     """Ends this process so many seconds from now, whatever it then does; ``words`` are its last."""
 
     def last() -> None:
-        with contextlib.suppress(OSError):  # where stderr goes is full
-            print("limen: " + printable(words()), file=sys.stderr, flush=True)
+        to_stderr(words())
         leave(exit_code)
 
     timer = threading.Timer(grace_s, last)

@@ -5,6 +5,7 @@ Arithmetic over the configuration, the model's shape and the machines: no Ray, n
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import psutil
 
 from configs.errors import InputError
 from configs.lag import correction_in_use, oldest_token
-from configs.schema import Config, SourceKind
+from configs.schema import Auto, Config, SourceKind
 from orchestrator.admission import most_open
 from orchestrator.changes import smallest_change
 from orchestrator.doctor import command_output
@@ -294,7 +295,9 @@ def _gap(config: Config) -> str:
         return "0: what is trained was made by the weights it meets"
     oldest = oldest_token(rollout)
     late = "no bound for one that others overtake" if oldest is None else f"{oldest} for any token"
-    return f"at most {rollout.max_lag} for one that is trained in its turn; {late} (rollout.late={rollout.late.value})"
+    assert not isinstance(rollout.oversample, Auto), "refused above lag 0"
+    in_turn = rollout.max_lag + math.ceil(rollout.oversample) - 1
+    return f"at most {in_turn} for one that is trained in its turn; {late} (rollout.late={rollout.late.value})"
 
 
 def _correction(config: Config) -> str:

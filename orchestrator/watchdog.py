@@ -18,7 +18,6 @@ import faulthandler
 import os
 import re
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -28,7 +27,7 @@ from typing import Any, TextIO
 from ray.exceptions import RayError
 
 from orchestrator.cluster import lost_processes
-from orchestrator.console import printable
+from orchestrator.console import to_stderr
 from orchestrator.departure import EXIT_STOPPED, Vigil, leave_for
 from orchestrator.run_folder import HEARTBEAT, STACKS, write_json
 from orchestrator.stacks import STOPPED, Look, Portrait, Process, here_id, look, on_nodes, portray, whereabouts
@@ -136,7 +135,7 @@ class Watchdog:
 
     def _fail(self, wait: Wait, error: Exception) -> None:
         reason = f"{type(error).__name__}: {error}"
-        _say(f"cannot tell all of '{wait.name}': {reason}")
+        to_stderr(f"watchdog: cannot tell all of '{wait.name}': {reason}")
         self._try_event("watchdog_failed", owner=wait.owner, wait=wait.name, reason=reason)
 
     def _try_event(self, name: str, **fields: object) -> None:
@@ -187,7 +186,9 @@ class Watchdog:
                 self._fail(wait, error)
         summary = "; ".join(f"{name}: {verdict}" for name, verdict in verdicts.items())
         waiting = ", ".join(f"{w.owner} for '{w.name}' since {w.age_s:.1f} s" for w in others)
-        _say(f"{title}; {summary or 'no process of its own'}; also waiting: {waiting or 'nobody'}; stacks: {file or 'none'}")
+        to_stderr(
+            f"watchdog: {title}; {summary or 'no process of its own'}; also waiting: {waiting or 'nobody'}; stacks: {file or 'none'}"
+        )
         self._try_event("deadline_passed", **fields, stacks=file)
         named = [f"{p.name}, {verdicts[p.name]}" for p in _suspects(blamed)]
         more = [f"{len(named) - MOST_NAMED} more"] if len(named) > MOST_NAMED else []
@@ -231,7 +232,7 @@ class Watchdog:
                 else:
                     said = "the one before has not ended: the disk or Ray does not answer"
                 if said and said != told:
-                    _say(f"no heartbeat: {said}")
+                    to_stderr(f"watchdog: no heartbeat: {said}")
                 told = said
                 await asyncio.sleep(period_s)
         finally:
@@ -329,7 +330,3 @@ def _verdict(portrait: Portrait | None) -> str:
 
 def _rows(waits: Sequence[Wait]) -> list[dict[str, Any]]:
     return [{"owner": w.owner, "name": w.name, "age_s": round(w.age_s, 3), "deadline_s": w.deadline_s} for w in waits]
-
-
-def _say(text: str) -> None:
-    print("limen: watchdog: " + printable(text), file=sys.stderr, flush=True)

@@ -167,9 +167,8 @@ class Crew:
         limit_s += self._deadlines.receive_s  # what a push brings is loaded between two steps
         if health.last_step_age_s <= limit_s or not self.has(worker):
             self._stuck.discard(worker.name)
-        elif (
-            worker.name not in self._stuck
-        ):  # once more: where all of the run was paused, it is in the middle of the step it was in
+        elif worker.name not in self._stuck:
+            # Once more: where all of the run was paused, it is in the middle of the step it was in
             self._stuck.add(worker.name)
         else:
             since = time.monotonic() - health.last_step_age_s

@@ -272,6 +272,12 @@ def limen(*overrides):
     )
 
 
+def test_a_driver_that_hangs_is_left_though_stderr_is_full():
+    code = "from orchestrator.departure import leave_for; leave_for('it hangs', 3, 'why')"
+    with open("/dev/full", "w") as full:
+        assert subprocess.run([sys.executable, "-c", code], stderr=full, check=False, timeout=60).returncode == 3
+
+
 @pytest.mark.cluster
 @pytest.mark.engine
 @pytest.mark.timeout(300)

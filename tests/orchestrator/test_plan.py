@@ -683,6 +683,11 @@ def test_gpus_are_those_a_run_would_see(monkeypatch: pytest.MonkeyPatch):
             "tis_token, since rollout.max_lag is above 0; correction=none turns it off",
         ),
         (
+            ["rollout.max_lag=2", "rollout.oversample=1.5"],
+            "at most 3 for one that is trained in its turn; no bound for one that others overtake (rollout.late=correct)",
+            "tis_token, since rollout.max_lag is above 0; correction=none turns it off",
+        ),
+        (
             ["rollout.max_lag=2", "rollout.late=wait", "correction=icepop"],
             "at most 2 for one that is trained in its turn; 2 for any token (rollout.late=wait)",
             "icepop (low=0.5, high=5.0)",
