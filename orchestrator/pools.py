@@ -20,6 +20,9 @@ from orchestrator.stages import Finished, Scored
 from orchestrator.waits import DeadlinePassed, Wait, Waits
 from rollout.records import Consequence, Prompt, Score, Visit
 
+# Pools over the same groups: two can be ended from outside while one call is under way, and the groups had no part in it.
+MOST_GONE = 4
+
 
 class RayScorer:
     """Scores parcels on the node that holds them."""
@@ -83,24 +86,24 @@ class RayScorer:
         return scored
 
     async def _ask(self, worker: str, parcel: Any, questions: Sequence[Any]) -> list[tuple[Score, ...]]:
-        """A pool's actor that is lost is replaced, and asked once more."""
-        node = self._node(worker)
-        pool = self.pools[node]
-        try:
-            scores, num_lost = await pool.score.remote(parcel, questions)
-        except RayError as error:
-            if not _is_gone(error):
-                raise
-            await self.renew(node, pool, words(error))
+        """A pool's actor that is lost is replaced, and asked again. Groups over which one after the other is lost end the run."""
+        num_gone = 0
+        while True:
             node = self._node(worker)
+            pool = self.pools[node]
             try:
-                scores, num_lost = await self.pools[node].score.remote(parcel, questions)
-            except RayError as again:
-                if not _is_gone(again):
+                scores, num_lost = await pool.score.remote(parcel, questions)
+            except RayError as error:
+                if not _is_gone(error):
                     raise
-                raise RunStopped(f"the reward pool of node {node} was lost twice over the same groups: {words(again)}") from again
-        self._num_lost[node] = num_lost
-        return scores
+                num_gone += 1
+                if num_gone == MOST_GONE:
+                    times = f"{MOST_GONE} times over the same groups"
+                    raise RunStopped(f"the reward pool of node {node} was lost {times}: {words(error)}") from error
+                await self.renew(node, pool, words(error))
+            else:
+                self._num_lost[node] = num_lost
+                return scores
 
     async def renew(self, node: str, pool: Any, reason: str) -> None:
         """Has the pool ended and replaced, once, however many find it lost."""
