@@ -20,12 +20,13 @@ import ray
 from configs.compose import load_config
 from configs.errors import ConfigError
 from configs.schema import ClusterConfig
-from orchestrator import cluster
+from orchestrator import cluster, placement
 from orchestrator.cluster import Demand, join_address, start_cluster
 from orchestrator.errors import RunStopped
 from orchestrator.placement import Reservation, reserve
 from orchestrator.pools import RayScorer
 from orchestrator.stages import Address, Finished
+from orchestrator.waits import DeadlinePassed, Waits
 from rollout.records import GroupMeta, Prompt, Purpose, Visit
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
@@ -203,6 +204,19 @@ def test_what_others_hold_is_not_waited_for_without_end(two_cpus):
         await reserve("the verifiers", [{"CPU": 1.0}], "SPREAD", nodes=held.nodes())
 
     asyncio.run(ask())
+
+
+async def test_places_that_are_no_longer_waited_for_are_given_back(monkeypatch):
+    """Ray would find them later, and hold them from the next life of the same process."""
+    given_back: list[str] = []
+    monkeypatch.setattr(placement, "placement_group", lambda bundles, **_: "group")
+    monkeypatch.setattr(placement, "placement_group_table", lambda group: {"state": "PENDING"})
+    monkeypatch.setattr(placement, "remove_placement_group", given_back.append)
+    asked = reserve("the learner ranks", [{"CPU": 1.0}], "PACK")
+    with pytest.raises(DeadlinePassed):
+        await Waits().wait(asked, owner="Ray", name="places of the actors", deadline_s=0.1)
+    await asyncio.sleep(0)
+    assert given_back == ["group"]
 
 
 def test_gloo_talks_over_the_interface_that_carries_the_address(monkeypatch):
