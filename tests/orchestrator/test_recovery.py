@@ -15,7 +15,7 @@ import psutil
 import pytest
 import ray
 from ray import cloudpickle
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 
 from configs.compose import load_config
 from configs.schema import CheckpointConfig, DeadlinesConfig
@@ -357,21 +357,25 @@ def test_what_is_discarded_is_counted_by_what_had_become_of_it():
 
 
 @fast
-async def test_of_several_ranks_errors_the_death_is_told():
-    """Rank 0 learns of the broken connection before Ray tells of the death that broke it."""
+@pytest.mark.parametrize("death", [ActorDiedError(), OutOfMemoryError("Task was killed due to the node running low on memory")])
+async def test_of_several_ranks_errors_the_death_is_told(tmp_path, death):
+    """Rank 0 learns of the broken connection before Ray tells of the death that broke it. A save in which one dies is no full disk."""
 
     async def fail(after_s, error):
         await asyncio.sleep(after_s)
         raise error
 
     def rank(after_s, error):
-        return SimpleNamespace(train=SimpleNamespace(remote=lambda: fail(after_s, error)))
+        call = SimpleNamespace(remote=lambda *_: fail(after_s, error))
+        return SimpleNamespace(train=call, save=call)
 
     broken = RayTaskError("train", "Traceback", RuntimeError("connection closed by peer"))
     with pytest.raises(RankFailed, match="rank 1 died in 'train'"):
-        await RayLearner([rank(0.0, broken), rank(0.2, ActorDiedError())]).train()
+        await RayLearner([rank(0.0, broken), rank(0.2, death)]).train()
+    with pytest.raises(RankFailed, match="rank 1 died in 'save'"):
+        await RayLearner([rank(0.0, broken), rank(0.2, death)]).save(tmp_path)
     with pytest.raises(RankFailed, match="rank 0 raised in 'train': RuntimeError: connection closed") as caught:
-        await RayLearner([rank(0.0, broken), rank(60.0, ActorDiedError())]).train()
+        await RayLearner([rank(0.0, broken), rank(60.0, death)]).train()
     assert caught.value.kind == "raised RuntimeError"
 
 
