@@ -173,8 +173,10 @@ class RayFleet:
         async with self._order:
             self._waiting = [visit for visit in self._waiting if visit not in dropped]
             held = {name: visits & dropped for name, visits in self._outstanding.items()}
-            for visits in self._outstanding.values():  # a lost worker's too: told of later, they may be asked of another by then
-                visits -= dropped
+            for (
+                outstanding
+            ) in self._outstanding.values():  # a lost worker's too: told of later, they may be asked of another by then
+                outstanding.difference_update(dropped)
             for worker in list(self.workers):
                 if held[worker.name]:
                     await self._answer(worker, worker.actor.cancel.remote(list(held[worker.name])), "dropping visits")

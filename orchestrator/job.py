@@ -117,6 +117,8 @@ class Job:
         self._seconds: dict[str, float] = defaultdict(float)
         self._saved_step: int | None = resumed.step if resumed else None
         self._save_failed = False  # the last time
+        self._stopping = False  # it was asked to
+        self._unrecorded = False  # groups of the last step are missing in its record
         self._in_hand = StepInHand(config.deadlines.grace_s)
         self.unwritten: list[str] = []  # what the run's files lack, in words
         self._step, self._version = state["step"], state["version"]
@@ -288,6 +290,7 @@ class Job:
         """Asks the loop to end on whole steps and the run to save them. False where neither goes on: the caller cancels."""
         if self._loop is None:
             return False
+        self._stopping = True
         self._loop.stop()
         self._in_hand.limit()
         return True
@@ -360,7 +363,7 @@ class Job:
         finally:
             self._loop = None
             self._lag.close()
-        if reason != "stopped" and config.evaluation.after and self._held_out:
+        if reason != "stopped" and not self._stopping and config.evaluation.after and self._held_out:
             await self._to_engines()
             await self._evaluate("after training")
         return reason
@@ -400,12 +403,14 @@ class Job:
         for name in ("generate", "prepare", "train", "push"):
             self._seconds[name] += metrics.get(f"time/{name}_s", 0.0)
         every = self.config.evaluation.every
+        self._unrecorded = self.config.rollout.record and bool(outcome.batch.groups)
         try:
             told = asyncio.to_thread(step_metrics, outcome, self._material.by_id)
             metrics |= await self._wait(told, "recorder", f"metrics of step {step}", self.config.deadlines.checkpoint_s)
             await self._wait(
                 self._recorder.groups(outcome), "recorder", f"samples of step {step}", self.config.deadlines.checkpoint_s
             )
+            self._unrecorded = False
             if every and step % every == 0 and step < self.num_steps and self._held_out:
                 metrics |= (await self._evaluate(f"step {step}")).metrics()
         finally:  # whatever fails here: the step is saved, so a resumed run does not write its row again
@@ -480,8 +485,9 @@ class Job:
         return evaluation
 
     async def _save(self) -> None:
-        """A checkpoint of the last whole step; nothing where it is saved already or nothing was trained. Raises SaveFailed."""
-        if self._step not in (0, self._saved_step) and self._loop is not None:
+        """A checkpoint of the last whole step; nothing where it is saved already or nothing was trained, and nothing of a step whose
+        record is not written: a run that went on from there would leave a hole in it. Raises SaveFailed."""
+        if self._step not in (0, self._saved_step) and self._loop is not None and not self._unrecorded:
             with self._in_hand.saving():
                 await self._save_step(self._step, self._loop)
 
