@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from ray.exceptions import RayError, RayTaskError
 
@@ -15,6 +15,7 @@ from configs.schema import DeadlinesConfig
 from orchestrator.actors import PULSE, PoolPulse
 from orchestrator.errors import RunStopped
 from orchestrator.fleet import words
+from orchestrator.handles import MOST_REPLACEMENTS
 from orchestrator.lost import is_lost
 from orchestrator.stages import Finished, Scored
 from orchestrator.waits import DeadlinePassed, Wait, Waits
@@ -83,24 +84,24 @@ class RayScorer:
         return scored
 
     async def _ask(self, worker: str, parcel: Any, questions: Sequence[Any]) -> list[tuple[Score, ...]]:
-        """A pool's actor that is lost is replaced, and asked once more."""
-        node = self._node(worker)
-        pool = self.pools[node]
-        try:
-            scores, num_lost = await pool.score.remote(parcel, questions)
-        except RayError as error:
-            if not _is_gone(error):
-                raise
-            await self.renew(node, pool, words(error))
+        """A pool's actor that is lost is replaced and asked again, as often as a worker is."""
+        num_lost = 0
+        while True:
             node = self._node(worker)
+            pool = self.pools[node]
             try:
-                scores, num_lost = await self.pools[node].score.remote(parcel, questions)
-            except RayError as again:
-                if not _is_gone(again):
+                scores, self._num_lost[node] = await pool.score.remote(parcel, questions)
+            except RayError as error:
+                if not _is_gone(error):
                     raise
-                raise RunStopped(f"the reward pool of node {node} was lost twice over the same groups: {words(again)}") from again
-        self._num_lost[node] = num_lost
-        return scores
+                num_lost += 1
+                if num_lost > MOST_REPLACEMENTS:
+                    raise RunStopped(
+                        f"the reward pool of node {node} was lost {num_lost} times over the same groups: {words(error)}"
+                    ) from error
+                await self.renew(node, pool, words(error))
+            else:
+                return cast(list[tuple[Score, ...]], scores)
 
     async def renew(self, node: str, pool: Any, reason: str) -> None:
         """Has the pool ended and replaced, once, however many find it lost."""
