@@ -272,9 +272,9 @@ class Job:
             if hasattr(self, "_launcher"):
                 await self._launcher.give_back()
         finally:
-            self._watchdog.close()
-            if lost := self._recorder.close():
+            if lost := self._recorder.close():  # which may hang with its disk: the watchdog ends the driver then
                 self._miss(lost)
+            self._watchdog.close()
 
     def _miss(self, what: str) -> None:
         self.unwritten.append(what)

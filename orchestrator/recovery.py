@@ -35,6 +35,7 @@ from rollout.records import Visit
 if TYPE_CHECKING:  # it asks this module for its number
     from orchestrator.job import Job
 
+BURIED_S = 120.0  # for a life to give its places back and close its files, beside the end of its actors
 MOST_STARTS = 3  # of lives, in a row, of which none came to train
 OF_THE_LEARNER = ("learner", "push")  # owners of waits: within a push each worker has a deadline of its own
 OF_ACTORS = (RankFailed, RayError, DeadlinePassed)
@@ -168,7 +169,7 @@ class Lives:
         try:
             await self.job.start()
             return await self.job.run()
-        except (DeadlinePassed, RayError, RunStopped) as error:
+        except (DeadlinePassed, RayError, RunStopped, OSError) as error:
             if self._stopping and cause_of(error) is not None:
                 reason = " ".join(str(error).split())
                 self.job.event("stopped", reason=reason, detail=detail_of(error))
@@ -245,7 +246,8 @@ class Lives:
 
     async def _bury(self, dead: Job) -> None:
         self._closed = True
-        await dead.close()
+        limit_s = 2 * dead.config.deadlines.close_s + BURIED_S
+        await Waits().wait(dead.close(), owner="actors", name="the end of a life", deadline_s=limit_s)
         dead.view.close()
 
 

@@ -20,7 +20,7 @@ import ray
 from configs.compose import load_config
 from configs.errors import ConfigError
 from configs.schema import ClusterConfig
-from orchestrator import cluster, placement
+from orchestrator import cluster
 from orchestrator.cluster import Demand, join_address, start_cluster
 from orchestrator.errors import RunStopped
 from orchestrator.placement import Reservation, reserve
@@ -209,9 +209,9 @@ def test_what_others_hold_is_not_waited_for_without_end(two_cpus):
 async def test_places_that_are_no_longer_waited_for_are_given_back(monkeypatch):
     """Ray would find them later, and hold them from the next life of the same process."""
     given_back: list[str] = []
-    monkeypatch.setattr(placement, "placement_group", lambda bundles, **_: "group")
-    monkeypatch.setattr(placement, "placement_group_table", lambda group: {"state": "PENDING"})
-    monkeypatch.setattr(placement, "remove_placement_group", given_back.append)
+    monkeypatch.setattr("orchestrator.placement.placement_group", lambda bundles, **_: "group")
+    monkeypatch.setattr("orchestrator.placement.placement_group_table", lambda group: {"state": "PENDING"})
+    monkeypatch.setattr("orchestrator.placement.remove_placement_group", given_back.append)
     asked = reserve("the learner ranks", [{"CPU": 1.0}], "PACK")
     with pytest.raises(DeadlinePassed):
         await Waits().wait(asked, owner="Ray", name="places of the actors", deadline_s=0.1)

@@ -19,7 +19,7 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 
 from configs.compose import load_config
 from configs.schema import CheckpointConfig, DeadlinesConfig
-from orchestrator import commands, launch
+from orchestrator import commands, launch, recovery
 from orchestrator.actors import LearnerActor
 from orchestrator.checkpoint import Checkpoint, Checkpoints, SaveFailed, find_checkpoint
 from orchestrator.errors import RunStopped
@@ -242,12 +242,32 @@ async def test_a_later_start_is_tried_three_times_in_a_row(tmp_path, error):
 
 
 @fast
-async def test_a_later_life_without_a_place_ends_the_run_with_both_reasons(tmp_path):
-    script = Script(tmp_path, (1, died()), (None, RunStopped("no place for the learner ranks within 60 s")))
-    with pytest.raises(
-        RunStopped, match=r"^no place for the learner ranks within 60 s; start 1 .* since learner rank 1 died in 'train'"
-    ):
+@pytest.mark.parametrize(
+    "error", [RunStopped("no place for the learner ranks within 60 s"), OSError(28, "No space left on device", "stacks")]
+)
+async def test_a_later_life_without_a_place_ends_the_run_with_both_reasons(tmp_path, error):
+    script = Script(tmp_path, (1, died()), (None, error))
+    with pytest.raises(RunStopped) as caught:
         await script.of_run().run()
+    assert str(caught.value).startswith(
+        f"{error}; start 1 of a run that was going back to its last checkpoint, since learner rank 1 died"
+    )
+
+
+@fast
+async def test_a_life_that_does_not_end_ends_the_run_in_time(tmp_path, monkeypatch):
+    """Ray's own processes are stopped, say: nobody tells what is left of the actors. Both reasons are told, and it is closed once."""
+    script = Script(tmp_path, (1, died()), (1, None))
+    monkeypatch.setattr(recovery, "BURIED_S", 0.1)
+    monkeypatch.setattr(FakeJob, "close", lambda job: asyncio.sleep(60, job.log.append("closing")))
+    lives = script.of_run()
+    script.jobs[0].config.deadlines.close_s = 0.05
+    with pytest.raises(
+        RunStopped, match=r"^learner rank 1 died .* cannot go .*: actors did not finish 'the end of a life' within 0.2 s"
+    ):
+        await lives.run()
+    await lives.end("failed")
+    assert (len(script.jobs), script.jobs[0].log.count("closing")) == (1, 1)
 
 
 @fast
