@@ -133,7 +133,6 @@ class Job:
         self._rewards: RayScorer | None = None  # there is none in a replay
         self._loop: Loop | None = None
         self._turns: Turns | None = None  # where engines and learner have the same devices
-        self._actors: list[Any] = []
         self.started = False
         self.checkpoint: Path | None = resumed.folder if resumed else None
         self.view: View = make_view(config.log.console, self.num_steps)
@@ -153,7 +152,6 @@ class Job:
         workers = [] if record or config.cluster.placement is Placement.colocated else self._make_workers()
         ranks, pools = launcher.ranks(), {} if record else launcher.rewards()
         self._learner = RayLearner(ranks)
-        self._actors += [*ranks, *pools.values()]
         total = self.num_steps * config.batch.num_mini_batches * config.batch.num_passes
         await self._start_wait(launcher.start_ranks(ranks, total_optimizer_steps=total), "learner", "start")
         proof = prove_shared(self._checkpoints.folder, self._learner.see_folder)
@@ -165,7 +163,7 @@ class Job:
         if self._turns:  # engines measure what the ranks leave free
             await self._turns.lay_aside()
             workers = self._make_workers()
-        facts = await self._start_wait(asyncio.gather(*map(self._facts, self._actors)), "actors", "start")
+        facts = await self._start_wait(asyncio.gather(*map(self._facts, launcher.actors.values())), "actors", "start")
         address = ray.get_runtime_context().gcs_address
         self._recorder.event("started", ray=address, actors=facts, threads=str(launcher.threads))
         slow = [fact["pid"] for fact in facts if fact["niceness"] > 0]
@@ -243,9 +241,7 @@ class Job:
         return [self._make_worker(slot, 0) for slot in range(self.config.rollout.num_workers)]
 
     def _make_worker(self, slot: int, number: int) -> Worker:
-        worker = self._launcher.rollout_worker(slot, replacement=number)
-        self._actors.append(worker.actor)
-        return worker
+        return self._launcher.rollout_worker(slot, replacement=number)
 
     async def _replace_pool(self, node: str, reason: str) -> tuple[str, Any] | None:
         successor = await self._launcher.next_pool(node)

@@ -44,7 +44,7 @@ class Launcher:
         self._pool_seats: dict[str, _PoolSeat] = {}  # by node
         self._pools: dict[str, Any] = {}  # by node
         self._num_pools: Counter[int] = Counter()  # made so far, by the number of their seat
-        self.actors: dict[str, Any] = {}  # all that were made, by name
+        self.actors: dict[str, Any] = {}  # by name; of each place the last one that was made
 
     async def reserve(self, *, with_ranks: bool, with_engines: bool = True) -> None:
         """Reserves all devices of the run, or those of a part. Raises RunStopped where Ray has no place.
@@ -87,7 +87,7 @@ class Launcher:
     def rollout_worker(self, number: int, *, replacement: int = 0, model_path: str | None = None) -> Worker:
         """A worker whose engine starts from random weights, or from those at ``model_path``. ``replacement`` counts those before it:
         it takes their place, once they have left it."""
-        name = f"rollout-{number}" + (f".{replacement}" if replacement else "")
+        name = self._successor(f"rollout-{number}", replacement)
         load_format = "dummy" if model_path is None else "auto"
         path = model_path or self._material.model_path
         spec = material.engine_spec(self._config, self._material, name=name, model_path=path, load_format=load_format)
@@ -102,6 +102,12 @@ class Launcher:
         actor = ray.remote(RolloutActor).options(**options, **places.at(number))
         self.actors[name] = actor.remote(module, spec, self._config.rollout.transport.value)
         return Worker(name, self.actors[name])
+
+    def _successor(self, first: str, number: int) -> str:
+        """The name of the ``number``-th actor after the ``first`` one in a place. The one before it has ended: it is forgotten, or each
+        heartbeat of a run of weeks would ask Ray for all that it ever lost."""
+        self.actors.pop(_numbered(first, number - 1), None)
+        return _numbered(first, number)
 
     def has_place(self, number: int) -> bool:
         """Whether the place of that worker is on a node that lives: Ray looks for another place where its node is gone."""
@@ -167,11 +173,15 @@ class Launcher:
         seat = self._pool_seats[node]
         replaced = self._num_pools[seat.number]
         self._num_pools[seat.number] += 1
-        name = f"rewards-{seat.number}" + (f".{replaced}" if replaced else "")
+        name = self._successor(f"rewards-{seat.number}", replaced)
         options = cluster.actor_options(name, **seat.places.asks(seat.place), env={"OMP_NUM_THREADS": "1"}, concurrency=8)
         actor = ray.remote(concurrency_groups={PULSE: 1})(RewardActor).options(**options, **seat.places.at(seat.place))
         self.actors[name] = self._pools[node] = actor.remote(self._config.reward)
         return self.actors[name]
+
+
+def _numbered(name: str, number: int) -> str:
+    return f"{name}.{number}" if number else name
 
 
 @dataclass(frozen=True, slots=True)

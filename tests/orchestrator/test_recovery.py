@@ -220,11 +220,33 @@ def test_what_is(error, cause):
 
 
 @fast
-async def test_the_start_of_the_first_life_is_not_tried_again(tmp_path):
-    script = Script(tmp_path, (None, died("start")))
-    with pytest.raises(RankFailed):
+@pytest.mark.parametrize(
+    "error",
+    [
+        raised(MemoryError("2 GiB"), "start"),
+        ActorDiedError.from_task_error(RayTaskError("__init__", "Traceback", ValueError("no such model"))),
+        late("rollout workers", "start"),
+        RunStopped("no place for the learner ranks within 60 s"),
+    ],
+)
+async def test_what_is_wrong_in_the_start_of_the_first_life_is_not_tried_again(tmp_path, error):
+    script = Script(tmp_path, (None, error))
+    with pytest.raises(type(error)) as caught:
         await script.of_run().run()
-    assert len(script.jobs) == 1
+    assert (caught.value, len(script.jobs)) == (error, 1)
+
+
+@fast
+@pytest.mark.parametrize("error", [died("start"), ActorDiedError(), OutOfMemoryError("the node was running low on memory")])
+async def test_an_actor_that_dies_in_the_start_of_the_first_life_costs_a_start(tmp_path, error):
+    script = Script(tmp_path, (None, error), (2, None))
+    assert await script.of_run().run() == "done"
+    assert [event["cause"] for event in script.events] == ["an actor failed in the start of a life"]
+    script = Script(tmp_path, (None, error), (None, error))
+    with pytest.raises(type(error)):
+        await script.of_run().run()
+    script = Script(tmp_path, (None, error), (1, died()), *[(None, error)] * 2, (3, None))
+    assert await script.of_run().run() == "done", "it has come to train since: three starts in a row may fail"
 
 
 @fast
