@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import signal
 import sys
 import time
@@ -61,7 +62,9 @@ def _train_in_folder(config: Config) -> int:
             raise
         write_whole(folder / "config.yaml", dump_config(config, redact=True))
         print(f"run folder: {folder}", flush=True)
-        lives = Lives(Job(config, folder, stuff, resumed), lambda checkpoint: Job(config, folder, stuff, checkpoint))
+        # Where a node has gone, with ranks, another may be on its way; that a run finds no place at first is its user's to know at once
+        again = functools.partial(Job, config, folder, stuff, places_s=config.deadlines.start_s)
+        lives = Lives(Job(config, folder, stuff, resumed), again)
         try:
             ray_cluster = cluster.start_cluster(config.cluster, cluster.Demand.of(config, gpu=stuff.num_gpus > 0))
             with Departure() as departure:

@@ -39,6 +39,7 @@ from orchestrator.loop import Loop, LoopSettings
 from orchestrator.lost import group_at
 from orchestrator.material import Material
 from orchestrator.metrics import step_metrics
+from orchestrator.placement import RESERVE_S
 from orchestrator.pools import PoolWatch, RayScorer
 from orchestrator.proof import FixedTokens
 from orchestrator.push import RayPusher
@@ -65,8 +66,12 @@ LOOP_LAG_ALARM_S = 0.5  # the driver was busy for so long that it held up the st
 class Job:
     """One life of a training run. ``start`` brings everything up, ``run`` trains, ``close`` ends every actor."""
 
-    def __init__(self, config: Config, folder: Path, stuff: Material, resumed: Checkpoint | None) -> None:
+    def __init__(
+        self, config: Config, folder: Path, stuff: Material, resumed: Checkpoint | None, *, places_s: float = RESERVE_S
+    ) -> None:
+        """``places_s``: so long may Ray take to find the places of each part of the run."""
         self.config = config
+        self._places_s = places_s
         self.folder = folder
         self._material = stuff
         self._resumed = resumed
@@ -146,9 +151,10 @@ class Job:
         self.view.line(f"starting the actors and their models (deadline {self.config.deadlines.start_s:g} s)")
         config, started = self.config, time.monotonic()
         record = self._material.record
-        self._launcher = launcher = Launcher(config, self._material)
+        self._launcher = launcher = Launcher(config, self._material, places_s=self._places_s)
         self.view.line(f"threads: {launcher.threads}")
-        await self._start_wait(launcher.reserve(with_ranks=True, with_engines=not record), "Ray", "places of the actors")
+        places, deadline_s = launcher.reserve(with_ranks=True, with_engines=not record), 3 * self._places_s + config.deadlines.start_s
+        await self._wait(places, "Ray", "places of the actors", deadline_s)
         workers = [] if record or config.cluster.placement is Placement.colocated else self._make_workers()
         ranks, pools = launcher.ranks(), {} if record else launcher.rewards()
         self._learner = RayLearner(ranks)

@@ -19,7 +19,7 @@ from orchestrator import cluster, material
 from orchestrator.actors import PULSE, LearnerActor, RewardActor, RolloutActor
 from orchestrator.fleet import Worker
 from orchestrator.material import Material
-from orchestrator.placement import Bundle, Reservation, give_back, living_nodes, reserve
+from orchestrator.placement import RESERVE_S, Bundle, Reservation, give_back, living_nodes, reserve
 from orchestrator.ranks import answer_of
 from orchestrator.reward_plan import num_processes
 from orchestrator.stacks import Process, here_id, look, on_nodes
@@ -35,8 +35,10 @@ LEARNER_MODULE = "learner.learner"
 class Launcher:
     """Makes the actors of one run; they start by themselves, and whoever needs one waits for it. ``reserve`` comes first."""
 
-    def __init__(self, config: Config, stuff: Material) -> None:
+    def __init__(self, config: Config, stuff: Material, *, places_s: float = RESERVE_S) -> None:
+        """``places_s``: so long may Ray take to find the places of each part."""
         self._config = config
+        self._reserve = functools.partial(reserve, deadline_s=places_s)
         self._material = stuff
         self._gpu = stuff.num_gpus > 0
         self.threads = thread_budget(config, usable_cpus(), stuff.num_parameters)
@@ -55,25 +57,25 @@ class Launcher:
         """
         if with_ranks and self._config.cluster.placement is Placement.colocated:
             bundles = [self._bundle(1, sharers=2)] * self._config.learner.num_ranks
-            shared = await reserve("the rollout workers and learner ranks", bundles, "PACK", sharers=2)
+            shared = await self._reserve("the rollout workers and learner ranks", bundles, "PACK", sharers=2)
             self._places |= {"workers": shared, "ranks": shared}
             await self._reserve_rewards()
             return
         config, devices = self._config, self._config.rollout.tensor_parallel_size
-        ranks = functools.partial(reserve, "the learner ranks", [self._bundle(1)] * config.learner.num_ranks, "PACK")
+        ranks = functools.partial(self._reserve, "the learner ranks", [self._bundle(1)] * config.learner.num_ranks, "PACK")
         if with_ranks and (self._gpu or not with_engines):
             self._places["ranks"] = await ranks()
         if not with_engines:
             return
         engines = [self._bundle(devices)] * config.rollout.num_workers
-        self._places["workers"] = await reserve("the rollout workers", engines, "SPREAD")
+        self._places["workers"] = await self._reserve("the rollout workers", engines, "SPREAD")
         await self._reserve_rewards()
         if with_ranks and not self._gpu:
             self._places["ranks"] = await ranks()
 
     async def _reserve_rewards(self) -> None:
         nodes = sorted(set(self._places["workers"].nodes()))
-        places = await reserve("the verifiers", [self._pool_bundle()] * len(nodes), "SPREAD", nodes=nodes)
+        places = await self._reserve("the verifiers", [self._pool_bundle()] * len(nodes), "SPREAD", nodes=nodes)
         self._places["rewards"] = places
         self._pool_seats = {node: _PoolSeat(number, places, number) for number, node in enumerate(places.nodes())}
 
@@ -157,7 +159,8 @@ class Launcher:
         living = await asyncio.to_thread(living_nodes)
         if living.keys() & self._pools.keys():
             return None
-        places = await reserve("the verifiers", [self._pool_bundle()], "PACK")
+        # As long as a worker's place without any other is waited for: another node may be on its way
+        places = await reserve("the verifiers", [self._pool_bundle()], "PACK", deadline_s=self._config.deadlines.start_s)
         number = 1 + max(seat.number for seat in self._pool_seats.values())
         self._places[f"rewards-{number}"] = places
         (other,) = places.nodes()
