@@ -62,16 +62,16 @@ class Vigil:
 
 
 def _leave_with_stacks(told: str, exit_code: int, reason: str) -> None:
-    leave_for(told, exit_code, reason, stacks=_stacks())
+    leave_for(told, exit_code, reason, stacks=True)
 
 
-def leave_for(told: str, exit_code: int, reason: str, *, stacks: str = "") -> None:
+def leave_for(told: str, exit_code: int, reason: str, *, stacks: bool = False) -> None:
     """Ends this process and what it has started, the reason last."""
 
     def speak() -> None:
         if stacks:
             with contextlib.suppress(OSError):
-                print(stacks, file=sys.stderr, flush=True)
+                print(_stacks(), file=sys.stderr, flush=True)
         to_stderr(f"watchdog: {told}", waits=True)
         to_stderr(f"{'stopped: ' if exit_code else ''}{reason}", waits=True)
 
