@@ -249,7 +249,7 @@ def _read_manifest(folder: Path) -> dict[str, Any] | str:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return f"it has no {MANIFEST}"
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return f"its {MANIFEST} cannot be read ({error})"
     missing = [key for key in ("step", "run", "pass_at_1", "files") if key not in manifest]
     return f"its {MANIFEST} cannot be read (no {', '.join(missing)})" if missing else dict(manifest)

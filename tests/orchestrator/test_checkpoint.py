@@ -68,6 +68,7 @@ async def test_the_newest_is_found_and_old_ones_are_rotated(run):
         (lambda f: (f / "groups.jsonl").write_text(""), "groups.jsonl has 0 bytes"),
         (lambda f: (f / "manifest.json").unlink(), "no manifest.json"),
         (lambda f: (f / "manifest.json").write_text("{"), "cannot be read"),
+        (lambda f: (f / "manifest.json").rename(f / "other") and (f / "manifest.json").mkdir(), "cannot be read ([Errno 21]"),
         (lambda f: (f / "manifest.json").write_text("{}"), "cannot be read (no step, run"),
         (lambda f: [p.unlink() for p in sorted(f.rglob("*")) if p.is_file()], "no manifest.json"),
         (lambda f: f.rename(f.with_name(f.name + ".partial")), "its writing did not end"),
