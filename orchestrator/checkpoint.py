@@ -90,7 +90,6 @@ class Checkpoints:
         """Makes the folder, and the run's identity where it has none yet."""
         self.folder = folder
         self._config = config
-        self._given_up: list[Path] = []  # partial folders
         folder.mkdir(parents=True, exist_ok=True)
         known = _run_of(folder)
         self.run = known or uuid.uuid4().hex
@@ -110,18 +109,18 @@ class Checkpoints:
 
         ``save(partial)`` has all ranks write below ``partial/learner`` and ``partial/model`` and tells what they wrote; ``arrays`` (of
         the ledger) and ``texts`` are the driver's own files. ``pass_at_1`` is the held-out result of this step where there is one.
-        Whatever fails is raised as it is; the partial folder is then taken away, for a full disk must not stay full.
+        Whatever fails is raised as it is; the partial folder is then taken away, for a full disk must not stay full. Where its deadline
+        passes the ranks may write on: then it goes with the next save.
         """
         partial = self.folder / (checkpoint_name(state["step"]) + ".partial")
         try:
             await asyncio.to_thread(_make_anew, partial)
             written = await save(partial)
             await asyncio.to_thread(self._seal, partial, written, arrays, texts, state, pass_at_1)
+            # A thread of its own: that of a seal which outlives its deadline, on a disk that hangs, must make nothing of it later.
+            await asyncio.to_thread(self._publish, partial)
         except Exception:
             await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
-            raise
-        except asyncio.CancelledError:  # its deadline passed: the ranks may write on, so it goes with the next save
-            self._given_up.append(partial)
             raise
         await asyncio.to_thread(self._rotate, state["step"])
         return partial.with_suffix("")
@@ -155,6 +154,8 @@ class Checkpoints:
             _sync_folder(folder)
         write_json(partial / MANIFEST, {"step": state["step"], "run": self.run, "pass_at_1": pass_at_1, "files": files})
         _sync_folder(partial)
+
+    def _publish(self, partial: Path) -> None:
         folder = partial.with_suffix("")
         if folder.exists():  # a damaged one of the same step, which a resume passed over, or another run's: nothing is deleted
             folder.rename(folder.with_name(f"replaced-{folder.name}-{time.time_ns()}"))
@@ -171,10 +172,10 @@ class Checkpoints:
                 removed = folder.with_name(f"{_REMOVED}{folder.name}-{time.time_ns()}")
                 with contextlib.suppress(OSError):  # a full disk may refuse even this; the new one stands all the same
                     folder.rename(removed)  # first, so that half of it is none
-        for folder in self.folder.glob(_REMOVED + "step-*"):
-            shutil.rmtree(folder, ignore_errors=True)  # what another process still reads may stay until the next save
-        while self._given_up:  # by now nobody writes into them any more
-            shutil.rmtree(self._given_up.pop(), ignore_errors=True)
+        # What another process still reads may stay until the next save. What a process that was killed, or a save past its deadline, left
+        # half written may be of a step that is never saved again; by now nobody writes into it any more.
+        for folder in [*self.folder.glob(_REMOVED + "step-*"), *self.folder.glob("step-*.partial")]:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _note(self, step: int, pass_at_1: float) -> None:
         path = self.folder / checkpoint_name(step) / MANIFEST
@@ -248,7 +249,7 @@ def _read_manifest(folder: Path) -> dict[str, Any] | str:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return f"it has no {MANIFEST}"
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return f"its {MANIFEST} cannot be read ({error})"
     missing = [key for key in ("step", "run", "pass_at_1", "files") if key not in manifest]
     return f"its {MANIFEST} cannot be read (no {', '.join(missing)})" if missing else dict(manifest)

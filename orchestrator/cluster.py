@@ -179,15 +179,16 @@ def lost_processes() -> list[str]:
 def _init(**arguments: Any) -> None:
     """Ray puts the driver's working directory first on every worker's path, where a user's own ``rewards/`` or ``configs/`` would
     hide ours (seen). Started from our folder, workers import ours; paths in the configuration are absolute by then."""
-    with _out_of_reach_of_sigterm(), contextlib.chdir(Path(configs.__file__).parent.parent):
+    with _out_of_reach_of_signals(), contextlib.chdir(Path(configs.__file__).parent.parent):
         ray.init(log_to_driver=False, logging_level="ERROR", configure_logging=True, **arguments)
 
 
 @contextlib.contextmanager
-def _out_of_reach_of_sigterm() -> Iterator[None]:
-    """For processes that are started within: schedulers send SIGTERM to every process of a job, and the last step cannot be saved
-    without its actors. The driver hears it afterwards, by its own handler: Ray's would end it with 15 as exit code."""
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+def _out_of_reach_of_signals() -> Iterator[None]:
+    """For processes that are started within: schedulers send SIGTERM, and terminals that close SIGHUP, to every process of a job, and the
+    last step cannot be saved without its actors. The driver hears them afterwards, SIGTERM by its own handler: Ray's would end it with 15
+    as exit code."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield

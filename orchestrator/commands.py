@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import signal
 import sys
 import time
@@ -26,7 +27,7 @@ from orchestrator.recovery import Lives, detail_of
 from orchestrator.run_folder import forget_empty, locked, make_run_folder, write_whole
 from orchestrator.waits import DeadlinePassed
 
-EXIT_SIGINT, EXIT_SIGTERM = 130, 143
+SIGNALLED = 128  # and the number of the signal: the exit code, as a shell has it
 LEAVE_S = 120.0  # for files and the Ray instance to be closed, beside the actors
 MOST_LINES = 5  # of a library's message that is shown as the reason
 
@@ -42,7 +43,8 @@ def build_model(config: Config) -> int:
 
 def train(config: Config) -> int:
     """Trains; with ``resume`` goes on where the last whole checkpoint stands."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_SIGTERM))  # until the loop has its own way
+    for name in heard() - {signal.SIGINT}:
+        signal.signal(name, lambda number, _: sys.exit(SIGNALLED + number))  # until the loop has its own way
     try:
         return _train_in_folder(config)
     except OSError as error:  # a full disk, a folder that may not be written into
@@ -60,14 +62,16 @@ def _train_in_folder(config: Config) -> int:
             raise
         write_whole(folder / "config.yaml", dump_config(config, redact=True))
         print(f"run folder: {folder}", flush=True)
-        lives = Lives(Job(config, folder, stuff, resumed), lambda checkpoint: Job(config, folder, stuff, checkpoint))
+        # Where a node has gone, with ranks, another may be on its way; that a run finds no place at first is its user's to know at once
+        again = functools.partial(Job, config, folder, stuff, places_s=config.deadlines.start_s)
+        lives = Lives(Job(config, folder, stuff, resumed), again)
         try:
             ray_cluster = cluster.start_cluster(config.cluster, cluster.Demand.of(config, gpu=stuff.num_gpus > 0))
             with Departure() as departure:
                 try:
                     return asyncio.run(_train(lives, stuff, ray_cluster, departure))
                 finally:
-                    for number in (signal.SIGINT, signal.SIGTERM):  # it is ending; cut short, Ray would leave processes behind
+                    for number in heard():  # it is ending; cut short, Ray would leave processes behind
                         signal.signal(number, signal.SIG_IGN)
                     ray_cluster.close()
         finally:
@@ -104,9 +108,15 @@ async def _train(lives: Lives, stuff: Material, ray_cluster: cluster.Cluster, de
     return interrupt.exit_code
 
 
+def heard() -> set[signal.Signals]:
+    """The signals by which a run is asked to end. That of a terminal which is gone is none where somebody has it ignored, as nohup does."""
+    hangup = set() if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else {signal.SIGHUP}
+    return {signal.SIGINT, signal.SIGTERM} | hangup
+
+
 class Interrupt:
-    """Ctrl-C and SIGTERM: the first lets the run end on whole steps and save, within the grace period where there is one; the second ends
-    the process at once, and what it has started."""
+    """Ctrl-C, SIGTERM and SIGHUP: the first lets the run end on whole steps and save, within the grace period where there is one; a second one,
+    unless either is SIGHUP, ends the process at once, and what it has started."""
 
     def __init__(
         self,
@@ -124,7 +134,7 @@ class Interrupt:
         self._grace_s, self._stands = grace_s, stands
         self._task = asyncio.current_task()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in heard():
             loop.add_signal_handler(number, self._take, number)
 
     def end_has_begun(self) -> None:
@@ -132,9 +142,14 @@ class Interrupt:
         self._task = None
 
     def _take(self, number: int) -> None:
-        if self.exit_code:
-            leave(self.exit_code)
-        self.exit_code = EXIT_SIGINT if number == signal.SIGINT else EXIT_SIGTERM
+        ending, hangup = self.exit_code, SIGNALLED + signal.SIGHUP
+        if ending and number == signal.SIGHUP:
+            return  # kernel, shell and session manager may each tell of one terminal, and none of them in haste
+        if ending not in (0, hangup):
+            leave(ending)
+        self.exit_code = SIGNALLED + number
+        if ending:
+            return
         name = signal.Signals(number).name
         if self._grace_s is not None:
             words = f"{name}: deadlines.grace_s={self._grace_s:g} have passed"
@@ -142,9 +157,9 @@ class Interrupt:
         if self._task is not None and self._stop():
             self._say(f"{name}: ending after the step in hand and saving it; once more to stop at once")
             return
-        self._say(f"{name}: ending; once more to stop at once")
         if self._task is not None:
             self._task.cancel()
+        self._say(f"{name}: ending; once more to stop at once")
 
 
 def one_line(error: BaseException) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import sys
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 from rich.console import Console as Terminal
 from rich.console import Group, RenderableType
@@ -52,7 +53,7 @@ class PlainView:
         self._printed = 0.0
 
     def line(self, text: str) -> None:
-        if not self._quiet:
+        if not self._quiet and takes(sys.stdout):
             with contextlib.suppress(OSError):  # a full disk under a log, a terminal that is gone: the run goes on all the same
                 print(printable(text), flush=True)
 
@@ -84,7 +85,9 @@ class LiveView:
         self._live.start()
 
     def line(self, text: str) -> None:
-        self._terminal.print(Text(printable(text)))
+        if takes(sys.stdout):
+            with contextlib.suppress(OSError):  # as for plain lines
+                self._terminal.print(Text(printable(text)))
 
     def stage(self, name: str) -> None:
         self._stage, self._since = name, time.monotonic()
@@ -94,7 +97,8 @@ class LiveView:
         self._clock.tick(step)
 
     def close(self) -> None:
-        self._live.stop()
+        with contextlib.suppress(OSError):
+            self._live.stop()
 
     def _render(self) -> RenderableType:
         head = Table.grid(padding=(0, 2))
@@ -174,10 +178,22 @@ def evaluation_lines(title: str, before: Evaluation | None, after: Evaluation) -
     return lines
 
 
-def to_stderr(text: str) -> None:
-    """A line of Limen's own. Where stderr goes may be full or gone: that keeps nobody from what comes next."""
-    with contextlib.suppress(OSError):
-        print("limen: " + printable(text), file=sys.stderr, flush=True)
+def to_stderr(text: str, *, waits: bool = False) -> None:
+    """A line of Limen's own. Where stderr goes may be full or gone: that keeps nobody from what comes next; held, only what ``waits``."""
+    if waits or takes(sys.stderr):
+        with contextlib.suppress(OSError):
+            print("limen: " + printable(text), file=sys.stderr, flush=True)
+
+
+def takes(stream: TextIO) -> bool:
+    """Whether a line goes out at once. A terminal that is held (Ctrl-S) or a pipe that nobody reads takes none for as long as that lasts,
+    and everything the driver does would wait with it."""
+    try:
+        ready = select.poll()
+        ready.register(stream, select.POLLOUT)
+        return bool(ready.poll(0))
+    except (OSError, ValueError, TypeError):  # it has no descriptor, or is closed: whoever writes to it will see
+        return True
 
 
 def printable(text: str, limit: int = 2000) -> str:

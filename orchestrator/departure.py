@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import os
+import sys
 import threading
 
 from orchestrator.console import to_stderr
-from orchestrator.grace import leave
+from orchestrator.grace import speak_and_leave
 
 EXIT_STOPPED = 3
 TICKS = 50  # of a limit
@@ -59,12 +62,25 @@ class Vigil:
 
 
 def _leave_with_stacks(told: str, exit_code: int, reason: str) -> None:
-    faulthandler.dump_traceback(all_threads=True)
-    leave_for(told, exit_code, reason)
+    leave_for(told, exit_code, reason, stacks=True)
 
 
-def leave_for(told: str, exit_code: int, reason: str) -> None:
+def leave_for(told: str, exit_code: int, reason: str, *, stacks: bool = False) -> None:
     """Ends this process and what it has started, the reason last."""
-    to_stderr(f"watchdog: {told}")
-    to_stderr(f"{'stopped: ' if exit_code else ''}{reason}")
-    leave(exit_code)
+
+    def speak() -> None:
+        if stacks:
+            with contextlib.suppress(OSError):
+                print(_stacks(), file=sys.stderr, flush=True)
+        to_stderr(f"watchdog: {told}", waits=True)
+        to_stderr(f"{'stopped: ' if exit_code else ''}{reason}", waits=True)
+
+    speak_and_leave(speak, exit_code)
+
+
+def _stacks() -> str:
+    """Of all threads. Written to stderr by the interpreter itself, where nobody reads that, they would hold up every thread."""
+    with open(os.memfd_create("stacks"), "w+b") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read().decode(errors="replace")

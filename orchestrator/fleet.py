@@ -172,11 +172,14 @@ class RayFleet:
         dropped = set(visits)
         async with self._order:
             self._waiting = [visit for visit in self._waiting if visit not in dropped]
+            held = {name: visits & dropped for name, visits in self._outstanding.items()}
+            for (
+                outstanding
+            ) in self._outstanding.values():  # a lost worker's too: told of later, they may be asked of another by then
+                outstanding.difference_update(dropped)
             for worker in list(self.workers):
-                mine = self._outstanding[worker.name] & dropped
-                if mine:
-                    self._outstanding[worker.name] -= mine
-                    await self._answer(worker, worker.actor.cancel.remote(list(mine)), "dropping visits")
+                if held[worker.name]:
+                    await self._answer(worker, worker.actor.cancel.remote(list(held[worker.name])), "dropping visits")
 
     async def cancel_all(self) -> None:
         """Stops everything that any worker is asked for."""

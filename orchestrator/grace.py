@@ -21,6 +21,7 @@ from orchestrator.console import to_stderr
 
 SAVES = 2.0  # a save may take as many times as long as the last one
 END_S = 10.0  # for actors and Ray to end; in a shorter period its third, and a third is for a save of unknown length
+WORDS_S = 5.0  # for the last words to go out: a pipe whose reader has stopped takes none
 
 
 def step_may_take_s(grace_s: float, save_s: float | None) -> float:
@@ -75,13 +76,17 @@ class StepInHand:
 def leave_after(grace_s: float, exit_code: int, words: Callable[[], str]) -> None:
     """Ends this process so many seconds from now, whatever it then does; ``words`` are its last."""
 
-    def last() -> None:
-        to_stderr(words())
-        leave(exit_code)
-
-    timer = threading.Timer(grace_s, last)
+    timer = threading.Timer(grace_s, speak_and_leave, (lambda: to_stderr(words(), waits=True), exit_code))
     timer.daemon = True
     timer.start()
+
+
+def speak_and_leave(speak: Callable[[], None], exit_code: int) -> NoReturn:
+    """Ends this process as ``leave`` does, after ``speak``, or without it where that hangs or fails."""
+    speaker = threading.Thread(target=speak, daemon=True)
+    speaker.start()
+    speaker.join(WORDS_S)
+    leave(exit_code)
 
 
 def leave(exit_code: int) -> NoReturn:

@@ -39,6 +39,7 @@ from orchestrator.loop import Loop, LoopSettings
 from orchestrator.lost import group_at
 from orchestrator.material import Material
 from orchestrator.metrics import step_metrics
+from orchestrator.placement import RESERVE_S
 from orchestrator.pools import PoolWatch, RayScorer
 from orchestrator.proof import FixedTokens
 from orchestrator.push import RayPusher
@@ -65,8 +66,12 @@ LOOP_LAG_ALARM_S = 0.5  # the driver was busy for so long that it held up the st
 class Job:
     """One life of a training run. ``start`` brings everything up, ``run`` trains, ``close`` ends every actor."""
 
-    def __init__(self, config: Config, folder: Path, stuff: Material, resumed: Checkpoint | None) -> None:
+    def __init__(
+        self, config: Config, folder: Path, stuff: Material, resumed: Checkpoint | None, *, places_s: float = RESERVE_S
+    ) -> None:
+        """``places_s``: so long may Ray take to find the places of each part of the run."""
         self.config = config
+        self._places_s = places_s
         self.folder = folder
         self._material = stuff
         self._resumed = resumed
@@ -117,6 +122,8 @@ class Job:
         self._seconds: dict[str, float] = defaultdict(float)
         self._saved_step: int | None = resumed.step if resumed else None
         self._save_failed = False  # the last time
+        self._stopping = False  # it was asked to
+        self._unrecorded = False  # groups of the last step are missing in its record
         self._in_hand = StepInHand(config.deadlines.grace_s)
         self.unwritten: list[str] = []  # what the run's files lack, in words
         self._step, self._version = state["step"], state["version"]
@@ -131,7 +138,6 @@ class Job:
         self._rewards: RayScorer | None = None  # there is none in a replay
         self._loop: Loop | None = None
         self._turns: Turns | None = None  # where engines and learner have the same devices
-        self._actors: list[Any] = []
         self.started = False
         self.checkpoint: Path | None = resumed.folder if resumed else None
         self.view: View = make_view(config.log.console, self.num_steps)
@@ -145,13 +151,13 @@ class Job:
         self.view.line(f"starting the actors and their models (deadline {self.config.deadlines.start_s:g} s)")
         config, started = self.config, time.monotonic()
         record = self._material.record
-        self._launcher = launcher = Launcher(config, self._material)
+        self._launcher = launcher = Launcher(config, self._material, places_s=self._places_s)
         self.view.line(f"threads: {launcher.threads}")
-        await self._start_wait(launcher.reserve(with_ranks=True, with_engines=not record), "Ray", "places of the actors")
+        places, deadline_s = launcher.reserve(with_ranks=True, with_engines=not record), 3 * self._places_s + config.deadlines.start_s
+        await self._wait(places, "Ray", "places of the actors", deadline_s)
         workers = [] if record or config.cluster.placement is Placement.colocated else self._make_workers()
         ranks, pools = launcher.ranks(), {} if record else launcher.rewards()
         self._learner = RayLearner(ranks)
-        self._actors += [*ranks, *pools.values()]
         total = self.num_steps * config.batch.num_mini_batches * config.batch.num_passes
         await self._start_wait(launcher.start_ranks(ranks, total_optimizer_steps=total), "learner", "start")
         proof = prove_shared(self._checkpoints.folder, self._learner.see_folder)
@@ -163,7 +169,7 @@ class Job:
         if self._turns:  # engines measure what the ranks leave free
             await self._turns.lay_aside()
             workers = self._make_workers()
-        facts = await self._start_wait(asyncio.gather(*map(self._facts, self._actors)), "actors", "start")
+        facts = await self._start_wait(asyncio.gather(*map(self._facts, launcher.actors.values())), "actors", "start")
         address = ray.get_runtime_context().gcs_address
         self._recorder.event("started", ray=address, actors=facts, threads=str(launcher.threads))
         slow = [fact["pid"] for fact in facts if fact["niceness"] > 0]
@@ -241,9 +247,7 @@ class Job:
         return [self._make_worker(slot, 0) for slot in range(self.config.rollout.num_workers)]
 
     def _make_worker(self, slot: int, number: int) -> Worker:
-        worker = self._launcher.rollout_worker(slot, replacement=number)
-        self._actors.append(worker.actor)
-        return worker
+        return self._launcher.rollout_worker(slot, replacement=number)
 
     async def _replace_pool(self, node: str, reason: str) -> tuple[str, Any] | None:
         successor = await self._launcher.next_pool(node)
@@ -270,9 +274,9 @@ class Job:
             if hasattr(self, "_launcher"):
                 await self._launcher.give_back()
         finally:
-            self._watchdog.close()
-            if lost := self._recorder.close():
+            if lost := self._recorder.close():  # which may hang with its disk: the watchdog ends the driver then
                 self._miss(lost)
+            self._watchdog.close()
 
     def _miss(self, what: str) -> None:
         self.unwritten.append(what)
@@ -288,6 +292,7 @@ class Job:
         """Asks the loop to end on whole steps and the run to save them. False where neither goes on: the caller cancels."""
         if self._loop is None:
             return False
+        self._stopping = True
         self._loop.stop()
         self._in_hand.limit()
         return True
@@ -360,7 +365,7 @@ class Job:
         finally:
             self._loop = None
             self._lag.close()
-        if reason != "stopped" and config.evaluation.after and self._held_out:
+        if reason != "stopped" and not self._stopping and config.evaluation.after and self._held_out:
             await self._to_engines()
             await self._evaluate("after training")
         return reason
@@ -400,12 +405,14 @@ class Job:
         for name in ("generate", "prepare", "train", "push"):
             self._seconds[name] += metrics.get(f"time/{name}_s", 0.0)
         every = self.config.evaluation.every
+        self._unrecorded = self.config.rollout.record and bool(outcome.batch.groups)
         try:
             told = asyncio.to_thread(step_metrics, outcome, self._material.by_id)
             metrics |= await self._wait(told, "recorder", f"metrics of step {step}", self.config.deadlines.checkpoint_s)
             await self._wait(
                 self._recorder.groups(outcome), "recorder", f"samples of step {step}", self.config.deadlines.checkpoint_s
             )
+            self._unrecorded = False
             if every and step % every == 0 and step < self.num_steps and self._held_out:
                 metrics |= (await self._evaluate(f"step {step}")).metrics()
         finally:  # whatever fails here: the step is saved, so a resumed run does not write its row again
@@ -480,8 +487,9 @@ class Job:
         return evaluation
 
     async def _save(self) -> None:
-        """A checkpoint of the last whole step; nothing where it is saved already or nothing was trained. Raises SaveFailed."""
-        if self._step not in (0, self._saved_step) and self._loop is not None:
+        """A checkpoint of the last whole step; nothing where it is saved already or nothing was trained, and nothing of a step whose
+        record is not written: a run that went on from there would leave a hole in it. Raises SaveFailed."""
+        if self._step not in (0, self._saved_step) and self._loop is not None and not self._unrecorded:
             with self._in_hand.saving():
                 await self._save_step(self._step, self._loop)
 

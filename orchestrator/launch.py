@@ -19,7 +19,7 @@ from orchestrator import cluster, material
 from orchestrator.actors import PULSE, LearnerActor, RewardActor, RolloutActor
 from orchestrator.fleet import Worker
 from orchestrator.material import Material
-from orchestrator.placement import Bundle, Reservation, give_back, living_nodes, reserve
+from orchestrator.placement import RESERVE_S, Bundle, Reservation, give_back, living_nodes, reserve
 from orchestrator.ranks import answer_of
 from orchestrator.reward_plan import num_processes
 from orchestrator.stacks import Process, here_id, look, on_nodes
@@ -35,8 +35,10 @@ LEARNER_MODULE = "learner.learner"
 class Launcher:
     """Makes the actors of one run; they start by themselves, and whoever needs one waits for it. ``reserve`` comes first."""
 
-    def __init__(self, config: Config, stuff: Material) -> None:
+    def __init__(self, config: Config, stuff: Material, *, places_s: float = RESERVE_S) -> None:
+        """``places_s``: so long may Ray take to find the places of each part."""
         self._config = config
+        self._reserve = functools.partial(reserve, deadline_s=places_s)
         self._material = stuff
         self._gpu = stuff.num_gpus > 0
         self.threads = thread_budget(config, usable_cpus(), stuff.num_parameters)
@@ -44,7 +46,7 @@ class Launcher:
         self._pool_seats: dict[str, _PoolSeat] = {}  # by node
         self._pools: dict[str, Any] = {}  # by node
         self._num_pools: Counter[int] = Counter()  # made so far, by the number of their seat
-        self.actors: dict[str, Any] = {}  # all that were made, by name
+        self.actors: dict[str, Any] = {}  # by name; of each place the last one that was made
 
     async def reserve(self, *, with_ranks: bool, with_engines: bool = True) -> None:
         """Reserves all devices of the run, or those of a part. Raises RunStopped where Ray has no place.
@@ -55,25 +57,25 @@ class Launcher:
         """
         if with_ranks and self._config.cluster.placement is Placement.colocated:
             bundles = [self._bundle(1, sharers=2)] * self._config.learner.num_ranks
-            shared = await reserve("the rollout workers and learner ranks", bundles, "PACK", sharers=2)
+            shared = await self._reserve("the rollout workers and learner ranks", bundles, "PACK", sharers=2)
             self._places |= {"workers": shared, "ranks": shared}
             await self._reserve_rewards()
             return
         config, devices = self._config, self._config.rollout.tensor_parallel_size
-        ranks = functools.partial(reserve, "the learner ranks", [self._bundle(1)] * config.learner.num_ranks, "PACK")
+        ranks = functools.partial(self._reserve, "the learner ranks", [self._bundle(1)] * config.learner.num_ranks, "PACK")
         if with_ranks and (self._gpu or not with_engines):
             self._places["ranks"] = await ranks()
         if not with_engines:
             return
         engines = [self._bundle(devices)] * config.rollout.num_workers
-        self._places["workers"] = await reserve("the rollout workers", engines, "SPREAD")
+        self._places["workers"] = await self._reserve("the rollout workers", engines, "SPREAD")
         await self._reserve_rewards()
         if with_ranks and not self._gpu:
             self._places["ranks"] = await ranks()
 
     async def _reserve_rewards(self) -> None:
         nodes = sorted(set(self._places["workers"].nodes()))
-        places = await reserve("the verifiers", [self._pool_bundle()] * len(nodes), "SPREAD", nodes=nodes)
+        places = await self._reserve("the verifiers", [self._pool_bundle()] * len(nodes), "SPREAD", nodes=nodes)
         self._places["rewards"] = places
         self._pool_seats = {node: _PoolSeat(number, places, number) for number, node in enumerate(places.nodes())}
 
@@ -87,7 +89,7 @@ class Launcher:
     def rollout_worker(self, number: int, *, replacement: int = 0, model_path: str | None = None) -> Worker:
         """A worker whose engine starts from random weights, or from those at ``model_path``. ``replacement`` counts those before it:
         it takes their place, once they have left it."""
-        name = f"rollout-{number}" + (f".{replacement}" if replacement else "")
+        name = self._successor(f"rollout-{number}", replacement)
         load_format = "dummy" if model_path is None else "auto"
         path = model_path or self._material.model_path
         spec = material.engine_spec(self._config, self._material, name=name, model_path=path, load_format=load_format)
@@ -102,6 +104,12 @@ class Launcher:
         actor = ray.remote(RolloutActor).options(**options, **places.at(number))
         self.actors[name] = actor.remote(module, spec, self._config.rollout.transport.value)
         return Worker(name, self.actors[name])
+
+    def _successor(self, first: str, number: int) -> str:
+        """The name of the ``number``-th actor after the ``first`` one in a place. The one before it has ended: it is forgotten, or each
+        heartbeat of a run of weeks would ask Ray for all that it ever lost."""
+        self.actors.pop(_numbered(first, number - 1), None)
+        return _numbered(first, number)
 
     def has_place(self, number: int) -> bool:
         """Whether the place of that worker is on a node that lives: Ray looks for another place where its node is gone."""
@@ -151,7 +159,8 @@ class Launcher:
         living = await asyncio.to_thread(living_nodes)
         if living.keys() & self._pools.keys():
             return None
-        places = await reserve("the verifiers", [self._pool_bundle()], "PACK")
+        # As long as a worker's place without any other is waited for: another node may be on its way
+        places = await reserve("the verifiers", [self._pool_bundle()], "PACK", deadline_s=self._config.deadlines.start_s)
         number = 1 + max(seat.number for seat in self._pool_seats.values())
         self._places[f"rewards-{number}"] = places
         (other,) = places.nodes()
@@ -167,11 +176,15 @@ class Launcher:
         seat = self._pool_seats[node]
         replaced = self._num_pools[seat.number]
         self._num_pools[seat.number] += 1
-        name = f"rewards-{seat.number}" + (f".{replaced}" if replaced else "")
+        name = self._successor(f"rewards-{seat.number}", replaced)
         options = cluster.actor_options(name, **seat.places.asks(seat.place), env={"OMP_NUM_THREADS": "1"}, concurrency=8)
         actor = ray.remote(concurrency_groups={PULSE: 1})(RewardActor).options(**options, **seat.places.at(seat.place))
         self.actors[name] = self._pools[node] = actor.remote(self._config.reward)
         return self.actors[name]
+
+
+def _numbered(name: str, number: int) -> str:
+    return f"{name}.{number}" if number else name
 
 
 @dataclass(frozen=True, slots=True)

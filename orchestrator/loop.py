@@ -406,8 +406,10 @@ class Loop:
             ready = self._ready()
             if len(ready) == self._settings.groups_per_step and not self._would_leave_late(ready):
                 return await self._take(ready)
-            if not self._running and self._room() == 0:
-                return await self._short(ready)
+            if not self._running:
+                if self._room() == 0:
+                    return await self._short(ready)
+                await self._produce()  # drops made the room, and nobody else asks
             await self._await_progress(collector)
         return []
 

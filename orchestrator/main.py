@@ -132,7 +132,8 @@ OPTIONS = """options:
   -h, --help         this text
 """
 
-EXIT_CODES = """exit codes: 0 done; 2 bad configuration or input; 3 the run stopped itself, the reason last; 130 after Ctrl-C; 143 after SIGTERM
+EXIT_CODES = """exit codes: 0 done; 2 bad configuration or input; 3 the run stopped itself, the reason last; 130 after Ctrl-C; 143 after SIGTERM;
+129 where the terminal was closed
 """
 
 EXAMPLES = """examples:

@@ -76,12 +76,14 @@ async def reserve(
     pinned = None if nodes is None else [{"ray.io/node-id": node} for node in nodes]
     group = placement_group([dict(bundle) for bundle in bundles], strategy=strategy, bundle_label_selector=pinned)
     until = time.monotonic() + deadline_s
-    while placement_group_table(group)["state"] != "CREATED":
-        if time.monotonic() > until:
-            free = ray.available_resources()
-            remove_placement_group(group)
-            raise RunStopped(_no_place(what, bundles, free, nodes, deadline_s))
-        await asyncio.sleep(POLL_S)
+    try:
+        while placement_group_table(group)["state"] != "CREATED":
+            if time.monotonic() > until:
+                raise RunStopped(_no_place(what, bundles, ray.available_resources(), nodes, deadline_s))
+            await asyncio.sleep(POLL_S)
+    except BaseException:  # whoever waited gives up too, and nobody would know of what Ray finds later
+        remove_placement_group(group)
+        raise
     return Reservation(group, tuple(bundles), sharers)
 
 

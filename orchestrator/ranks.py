@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError, RayTaskError
 
 from orchestrator.checkpoint import Files
 from orchestrator.errors import RunStopped
@@ -31,7 +31,7 @@ class RankFailed(RunStopped):
         """``call`` is what rank ``number`` was asked for. Ray's own error, with the remote traceback, becomes the cause where this is
         raised from it."""
         self.call = call
-        self.died = isinstance(error, RayActorError)
+        self.died = not isinstance(error, RayTaskError)  # killed by Ray for want of memory it is an OutOfMemoryError
         self.kind = "died" if self.died else f"raised {type(getattr(error, 'cause', None) or error).__name__}"
         text = " ".join(words(error).split())
         super().__init__(f"learner rank {number} {self.kind.split()[0]} in '{call}': {text[:MOST_CHARACTERS]}")

@@ -156,7 +156,10 @@ class Recorder:
             try:
                 await asyncio.to_thread(_write_groups, path, whole)
             except OSError as error:
-                raise RunStopped(f"the groups of step {outcome.batch.step} could not be recorded ({error})") from error
+                step = outcome.batch.step
+                raise RunStopped(
+                    f"the groups of step {step} could not be recorded ({error}), so the step is not saved either"
+                ) from error
 
     def _choose(self, seen: Sequence[Scored], step: int) -> list[tuple[Scored, int]]:
         """Completions to write: in turn from every class of stratum and right or wrong."""

@@ -7,8 +7,8 @@ the weights; what came after the checkpoint is discarded and counted (event `rol
 incarnation. Workers, reward pools and lost groups are mended within a life.
 
 A failure with the same cause at the same step is recovered from once. So a run ends that cannot get past a step, and one that loses a rank
-now and then goes on for ever. In the start of a later life any actor may fail, and MOST_STARTS in a row may. A life that was asked to stop,
-and the start of the first one, are not recovered from.
+now and then goes on for ever. In the start of a later life any actor may fail, and MOST_STARTS in a row may; in that of the first one, where
+most failures are the configuration's, one actor may die once. A life that was asked to stop is not recovered from.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from configs.errors import InputError
 from orchestrator.checkpoint import Checkpoint, find_checkpoint
@@ -35,6 +35,7 @@ from rollout.records import Visit
 if TYPE_CHECKING:  # it asks this module for its number
     from orchestrator.job import Job
 
+BURIED_S = 120.0  # for a life to give its places back and close its files, beside the end of its actors
 MOST_STARTS = 3  # of lives, in a row, of which none came to train
 OF_THE_LEARNER = ("learner", "push")  # owners of waits: within a push each worker has a deadline of its own
 OF_ACTORS = (RankFailed, RayError, DeadlinePassed)
@@ -77,6 +78,14 @@ def detail_of(error: BaseException) -> str:
     """The text of what an error came from in the end."""
     *_, root = _chain(error)
     return str(root)
+
+
+def _is_death(error: BaseException) -> bool:
+    """Whether an actor is gone, and did not say why: what its constructor raises would be raised again."""
+    if isinstance(error, RankFailed):
+        return error.died
+    raised = isinstance(error, RayTaskError) or getattr(error, "actor_init_failed", False)
+    return isinstance(error, RayError) and not raised
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -168,7 +177,7 @@ class Lives:
         try:
             await self.job.start()
             return await self.job.run()
-        except (DeadlinePassed, RayError, RunStopped) as error:
+        except (DeadlinePassed, RayError, RunStopped, OSError) as error:
             if self._stopping and cause_of(error) is not None:
                 reason = " ".join(str(error).split())
                 self.job.event("stopped", reason=reason, detail=detail_of(error))
@@ -182,13 +191,16 @@ class Lives:
         step = self.job.mark().step + 1
         if not self.job.started:
             self._num_starts += 1
+            told = Fault(step, "an actor failed in the start of a life", reason, detail_of(error))
             if self._since is None:
-                raise error
+                if self._num_starts > 1 or not _is_death(error):
+                    raise error
+                return told
             if self._num_starts == MOST_STARTS or not any(isinstance(known, OF_ACTORS) for known in _chain(error)):
                 raise RunStopped(
                     f"{reason}; start {self._num_starts} of a run that was going back to its last checkpoint, since {self._since.reason}"
                 ) from error
-            return Fault(step, "an actor failed in the start of a life", reason, detail_of(error))
+            return told
         cause = cause_of(error)
         if cause is None:
             raise error
@@ -245,7 +257,8 @@ class Lives:
 
     async def _bury(self, dead: Job) -> None:
         self._closed = True
-        await dead.close()
+        limit_s = 2 * dead.config.deadlines.close_s + BURIED_S
+        await Waits().wait(dead.close(), owner="actors", name="the end of a life", deadline_s=limit_s)
         dead.view.close()
 
 

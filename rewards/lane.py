@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rewards.contract import RewardError, describe, failed
-from rewards.process import START_S, GarbledError, StoppedError, Woken, WorkerProcess
+from rewards.process import START_S, STOPPED_S, GarbledError, StoppedError, Woken, WorkerProcess
 from rewards.worker import Setup, read_score
 from rollout.records import Score, Status
 
@@ -27,7 +27,6 @@ MAX_CALLS = 64  # sent to a process at once
 CHUNK_S = 0.01  # a process is sent about as many calls as it answers in this
 STUCK_S = 0.2  # a call that runs longer holds up those sent with it: they go to another process
 GRACE_S = 2.0  # beyond its deadline, for an async call to be cancelled in its process
-STOPPED_S = 2.0  # a process that has work may stay stopped (SIGSTOP) before it is replaced; looked at twice in this
 KILLED, STOPPED = f"was killed by {signal.Signals.SIGKILL.name}", "was stopped and then killed by the pool"
 CPU_LIMIT = f"was killed by {signal.Signals.SIGXCPU.name}"
 MAX_TRIES = 3  # processes that may end before an item is begun until that item is given up; starts in place of one that was lost

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from rewards.contract import RewardError
-from rewards.supervisor import KILL_S
+from rewards.supervisor import KILL_S, children
 from rewards.worker import Setup, frame
 
 START_S = 120.0  # a process must have loaded its verifiers, and an idle one must take up its work, within this
+STOPPED_S = 2.0  # a process that has work may stay stopped (SIGSTOP) before it is given up; looked at twice in this
 MAX_BYTES = 1 << 28  # of one message
 
 # Our packages are imported from where they lie before the parent's search path is taken over: in a folder that has a
@@ -68,7 +69,8 @@ class WorkerProcess:
         news_fd: whatever can be read there ends a wait; it is read away.
         unwanted: whether the process is no more wanted; asked when there are news.
 
-    Raises `RewardError` when the process can not load its verifiers within `START_S`, `Woken` when it became unwanted meanwhile.
+    Raises `RewardError` when the process can not load its verifiers within `START_S`, or is stopped and stays so, `Woken` when it became
+    unwanted meanwhile.
     """
 
     def __init__(self, setup: Setup, news_fd: int, unwanted: Callable[[], bool]) -> None:
@@ -117,11 +119,7 @@ class WorkerProcess:
 
     def is_stopped(self) -> bool:
         """Whether somebody has stopped it (SIGSTOP): it does nothing, and no limit of its own holds."""
-        try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace")
-        except OSError:  # it has ended
-            return False
-        return stat.rpartition(")")[2].split()[0] == "T"
+        return _is_stopped(self.pid)
 
     def send(self, content: Any) -> None:
         """Goes out now as far as the process takes it, the rest while `receive` waits. Raises OSError when it has ended."""
@@ -187,13 +185,26 @@ class WorkerProcess:
                 del self._unsent[: self._socket.send(self._unsent)]
 
     def _finish_start(self, setup: Setup) -> tuple[int, list[str], list[str]]:
+        stopped: float | None = None
         limit = time.monotonic() + START_S
         self.send(setup)
-        while not (messages := self.receive(limit)):
-            if time.monotonic() >= limit:
+        while not (messages := self.receive(min(limit, time.monotonic() + STOPPED_S / 2))):
+            now, supervisor = time.monotonic(), self._supervisor.pid
+            if now >= limit:
                 raise RewardError(f"a verifier process had not loaded its verifiers after {START_S:g} s")
+            stopped = (stopped or now) if any(map(_is_stopped, [supervisor, *children(supervisor)])) else None
+            if stopped is not None and now >= stopped + STOPPED_S:
+                raise RewardError("a verifier process was stopped while it loaded its verifiers")
         kind, *rest = messages[0]
         if kind == "failed":
             raise RewardError(rest[0])
         pid, batch, can_cancel = rest
         return pid, batch, can_cancel
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:  # it has ended
+        return False
+    return stat.rpartition(")")[2].split()[0] == "T"

@@ -82,7 +82,7 @@ def _stop_all(stopped: Set[int]) -> set[int]:
     found: set[int] = set()
     left = [os.getpid()]
     while left:
-        for pid in _children(left.pop()):
+        for pid in children(left.pop()):
             if pid not in stopped:
                 _signal(pid, signal.SIGSTOP)
             found.add(pid)
@@ -95,15 +95,16 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def _children(parent: int) -> list[int]:
+def children(parent: int) -> list[int]:
+    """The processes that it has started and that have not ended."""
     if not _KNOWS_CHILDREN:
         return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent_of(pid) == parent]
-    children: list[int] = []
+    found: list[int] = []
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
         for thread in os.listdir(f"/proc/{parent}/task"):
             with open(f"/proc/{parent}/task/{thread}/children") as file:
-                children += map(int, file.read().split())
-    return children
+                found += map(int, file.read().split())
+    return found
 
 
 def _parent_of(pid: int) -> int | None:

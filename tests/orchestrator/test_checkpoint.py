@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -66,6 +68,7 @@ async def test_the_newest_is_found_and_old_ones_are_rotated(run):
         (lambda f: (f / "groups.jsonl").write_text(""), "groups.jsonl has 0 bytes"),
         (lambda f: (f / "manifest.json").unlink(), "no manifest.json"),
         (lambda f: (f / "manifest.json").write_text("{"), "cannot be read"),
+        (lambda f: (f / "manifest.json").rename(f / "other") and (f / "manifest.json").mkdir(), "cannot be read ([Errno 21]"),
         (lambda f: (f / "manifest.json").write_text("{}"), "cannot be read (no step, run"),
         (lambda f: [p.unlink() for p in sorted(f.rglob("*")) if p.is_file()], "no manifest.json"),
         (lambda f: f.rename(f.with_name(f.name + ".partial")), "its writing did not end"),
@@ -228,6 +231,39 @@ async def test_an_old_one_that_cannot_be_taken_away_yet_goes_with_the_next_save(
     assert new == "step-000020"
     await write(checkpoints, 30)
     assert names(run) == ["step-000030"]
+
+
+async def test_what_was_left_half_written_goes_with_the_next_save_whatever_its_step(run):
+    """The last save of a run that is asked to end is of any step: where it was cut short, none of that step may ever come again."""
+    (run / "checkpoints" / "step-000017.partial" / "learner").mkdir(parents=True)
+    (run / "checkpoints" / "step-000017.partial" / "learner" / "rank-000.bin").write_bytes(b"x" * 1000)
+    await write(open_run(run), 10)
+    assert names(run) == ["step-000010"]
+
+
+async def test_a_seal_that_outlives_its_deadline_makes_no_checkpoint_later(run, monkeypatch):
+    """The disk hangs, the run goes back and writes the same step again: the thread of the first save must not take that for its own."""
+    checkpoints, hangs, goes_on, over = open_run(run), threading.Event(), threading.Event(), threading.Event()
+    seal = Checkpoints._seal
+
+    def slow(self, *rest):
+        hangs.set()
+        goes_on.wait(20)
+        seal(self, *rest)
+        over.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "_seal", slow)
+        saving = asyncio.create_task(write(checkpoints, 10))
+        await asyncio.to_thread(hangs.wait, 20)
+        saving.cancel()
+        goes_on.set()
+        await asyncio.to_thread(over.wait, 20)
+    with pytest.raises(asyncio.CancelledError):
+        await saving
+    assert names(run) == ["step-000010.partial"]
+    await write(checkpoints, 10)
+    assert names(run) == ["step-000010"]
 
 
 async def test_the_manifest_lists_every_file(run):

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -23,9 +24,11 @@ from configs.schema import ClusterConfig
 from orchestrator import cluster
 from orchestrator.cluster import Demand, join_address, start_cluster
 from orchestrator.errors import RunStopped
+from orchestrator.launch import Launcher
 from orchestrator.placement import Reservation, reserve
 from orchestrator.pools import RayScorer
 from orchestrator.stages import Address, Finished
+from orchestrator.waits import DeadlinePassed, Waits
 from rollout.records import GroupMeta, Prompt, Purpose, Visit
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
@@ -203,6 +206,37 @@ def test_what_others_hold_is_not_waited_for_without_end(two_cpus):
         await reserve("the verifiers", [{"CPU": 1.0}], "SPREAD", nodes=held.nodes())
 
     asyncio.run(ask())
+
+
+async def test_places_that_are_no_longer_waited_for_are_given_back(monkeypatch):
+    """Ray would find them later, and hold them from the next life of the same process."""
+    given_back: list[str] = []
+    monkeypatch.setattr("orchestrator.placement.placement_group", lambda bundles, **_: "group")
+    monkeypatch.setattr("orchestrator.placement.placement_group_table", lambda group: {"state": "PENDING"})
+    monkeypatch.setattr("orchestrator.placement.remove_placement_group", given_back.append)
+    asked = reserve("the learner ranks", [{"CPU": 1.0}], "PACK")
+    with pytest.raises(DeadlinePassed):
+        await Waits().wait(asked, owner="Ray", name="places of the actors", deadline_s=0.1)
+    await asyncio.sleep(0)
+    assert given_back == ["group"]
+
+
+@pytest.mark.parametrize("placement", ["split", "colocated"])
+async def test_a_life_that_begins_again_waits_longer_for_places(monkeypatch, placement):
+    """A node that took ranks with it may be followed by another within minutes; at first a run without a place ends within its one."""
+    waited: dict[str, float] = {}
+
+    async def found(what, bundles, strategy, *, deadline_s, **_):
+        waited[what] = deadline_s
+        return SimpleNamespace(nodes=lambda: ["node"])
+
+    monkeypatch.setattr("orchestrator.launch.reserve", found)
+    config, stuff = load_config([f"cluster.placement={placement}"]), SimpleNamespace(num_gpus=0, num_parameters=1000)
+    for more, deadline_s in (({}, 60.0), ({"places_s": 300.0}, 300.0)):
+        waited.clear()
+        await Launcher(config, stuff, **more).reserve(with_ranks=True)
+        assert len(waited) == (3 if placement == "split" else 2)
+        assert set(waited.values()) == {deadline_s}
 
 
 def test_gloo_talks_over_the_interface_that_carries_the_address(monkeypatch):

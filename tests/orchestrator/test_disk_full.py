@@ -9,19 +9,32 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from configs.compose import load_config
 from configs.schema import CheckpointConfig, LogConfig
+from orchestrator import commands
+from orchestrator import job as job_module
 from orchestrator.checkpoint import Checkpoints, describe_files, find_checkpoint
 from orchestrator.errors import RunStopped
+from orchestrator.evaluation import Evaluation
+from orchestrator.grace import StepInHand
+from orchestrator.job import Job
+from orchestrator.ledger import Pick
 from orchestrator.recorder import Recorder
-from orchestrator.run_folder import JsonLines, write_json
+from orchestrator.run_folder import JsonLines, make_run_folder, write_json
+from orchestrator.stages import Address, Batch, Kept, Scored, StepOutcome
+from orchestrator.waits import Waits
+from rollout.records import Completion, Consequence, Finish, Group, Outcome, Prompt, Purpose, Score, Status, Visit, describe_group
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -175,7 +188,9 @@ def test_a_file_that_is_written_whole_or_not_at_all_gives_its_room_back(make_dis
 
 
 def recorder(folder, *, tensorboard=False, record=False):
-    return Recorder(folder, LogConfig(tensorboard=tensorboard), {}, incarnation=0, after_step=0, record=record, seed=0)
+    return Recorder(
+        folder, LogConfig(tensorboard=tensorboard), {"p0": PROMPT}, incarnation=0, after_step=0, record=record, seed=0
+    )
 
 
 def a_step(of, step):
@@ -245,6 +260,154 @@ def test_tensorboard_ends_with_a_word_and_the_rows_go_on(make_disk, monkeypatch)
     assert of.close() == ""
     assert [row["step"] for row in lines(disk.path / "metrics.jsonl")] == [1, 2]
     assert [row["event"] for row in lines(disk.path / "events.jsonl")] == ["long", "tensorboard_ended", "long"]
+
+
+# ---- the other files ------------------------------------------------------------------------------------------------
+
+
+class Parcel:
+    """Groups that lie somewhere."""
+
+    def __init__(self, *groups):
+        self.groups = groups
+
+    def __await__(self):
+        yield from ()
+        return self.groups
+
+
+PROMPT = Prompt("p0", "s", "s", "1+1=", np.array([1], np.int32), "2", None)
+
+
+def outcome(step):
+    """A step with one group, which takes more than a page as a sample and as a record."""
+    ones = np.ones(2, np.float32)
+    whole = Completion(0, ones.astype(np.int32), -ones, ones > 0, ones.astype(np.int32), ones < 0, "x" * 2 * PAGE, Finish.STOP)
+    group = Group(Visit("p0", step, Purpose.TRAIN), PROMPT.token_ids, (whole,), "rollout-0", 0.0, ())
+    score = Score(Status.OK, Outcome.WRONG, 0.0, 0.0, {}, "y" * PAGE, 0.1, "", {}, Consequence.NONE)
+    scored = Scored(describe_group(group), Address(Parcel(group), 0), (score,))
+    kept = Kept(Pick(step, group.visit), scored)
+    return StepOutcome(Batch(step, step - 1, (kept,)), (scored,), 1, {}, {"time/step_s": 1.0})
+
+
+async def test_samples_wait_like_every_row(make_disk):
+    disk = make_disk("size=256k")
+    of = recorder(disk.path)
+    disk.fill(0)
+    await of.groups(outcome(1))
+    (warning,) = of.settle()
+    assert warning.startswith("1 row of samples.jsonl (No space left on device) could not be written")
+    disk.make_room()
+    await of.groups(outcome(2))
+    assert of.close() == ""
+    assert [row["step"] for row in lines(disk.path / "samples" / "samples.jsonl")] == [1, 2]
+
+
+async def test_a_step_whose_groups_are_not_on_record_is_not_saved(make_disk, monkeypatch):
+    """A run that goes on from there would leave a hole in its record, and a replay of it would train other steps without a word."""
+    disk = make_disk("size=256k")
+    of, saved = recorder(disk.path, record=True), []
+    job = a_job(of, lambda step, loop: saved.append(step))
+    await Job.after_step(job, outcome(1))
+    await Job._save(job)
+    disk.fill(1)
+    with pytest.raises(
+        RunStopped, match=r"^the groups of step 2 could not be recorded \(.*No space left.*\), so the step is not saved"
+    ):
+        await Job.after_step(job, outcome(2))
+    await Job._save(job)
+    assert saved == [1]
+    assert disk.free()[0] == 1, "what was written of them is given back"
+    assert [path.name for path in (disk.path / "groups").iterdir()] == ["step-000001.jsonl"]
+    disk.make_room()
+    await Job.after_step(job, outcome(2))  # as the resumed run does it again
+    await Job._save(job)
+    assert saved == [1, 2]
+
+
+def a_job(of, save):
+    """What of a job ``after_step`` and ``_save`` need, without engines and learner."""
+    waits = Waits()
+
+    async def save_step(step, loop):
+        save(step, loop)
+
+    return SimpleNamespace(
+        config=load_config(["rollout.record=true", "checkpoint.every=0", "evaluation.every=0"]),
+        num_steps=9,
+        view=SimpleNamespace(line=lambda text: None, step=lambda step, metrics: None),
+        _loop=object(),
+        _saved_step=None,
+        _selftest=None,
+        _material=SimpleNamespace(by_id={"p0": PROMPT}),
+        _lag=SimpleNamespace(take=lambda: 0.0),
+        _seconds=defaultdict(float),
+        _recorder=of,
+        _rewards=None,
+        _held_out={},
+        _pusher=SimpleNamespace(digest="00ff"),
+        _in_hand=StepInHand(None),
+        _save_step=save_step,
+        _warn=lambda step, metrics: None,
+        _enter=lambda stage: None,
+        _wait=lambda work, owner, name, deadline_s: waits.wait(work, owner=owner, name=name, deadline_s=deadline_s),
+    )
+
+
+async def test_an_evaluation_that_cannot_be_noted_leaves_the_checkpoint_as_it_was(make_disk, monkeypatch):
+    disk = make_disk("size=1m")
+    folder = await write(disk.path, 10)
+    checkpoints, events, told = Checkpoints(disk.path / "checkpoints", CheckpointConfig()), [], []
+
+    async def evaluated(*_, **__):
+        return Evaluation(10, 1, 0, {1: 0.5}, {"s": 0.5})
+
+    monkeypatch.setattr(job_module, "evaluate", evaluated)
+    job = a_job(SimpleNamespace(event=lambda name, **fields: events.append((name, fields))), None)
+    of_the_run = {"_step": 10, "_version": 10, "_saved_step": 10, "_checkpoints": checkpoints, "_evaluations": {}}
+    handles = {"_fleet": None, "_scorer": None, "_waits": None, "event": job._recorder.event}
+    vars(job).update(**of_the_run, **handles, view=SimpleNamespace(line=told.append))
+    disk.fill(0)
+    before = (folder / "manifest.json").read_text()
+    assert (await Job._evaluate(job, "after training")).pass_at_1 == 0.5
+    assert (folder / "manifest.json").read_text() == before
+    assert [name for name, _ in events] == ["checkpoint_failed", "evaluated"]
+    assert "No space left" in events[0][1]["message"]
+    assert told[0].startswith("warning: checkpoint 10 does not count as evaluated: ")
+    assert (find_checkpoint(disk.path, pytest.fail).step, checkpoints.best()) == (10, None)
+    disk.make_room()
+    await Job._evaluate(job, "after training")
+    assert checkpoints.best() == folder
+
+
+def test_a_summary_that_cannot_be_written_is_told(make_disk):
+    disk = make_disk("size=64k")
+    disk.fill(0)
+    told: list[str] = []
+    job = SimpleNamespace(unwritten=[], view=SimpleNamespace(line=told.append))
+    job._miss = lambda what: Job._miss(job, what)
+    Job._write_or_miss(job, disk.path / "summary.json", {"exit_reason": "done"})
+    assert job.unwritten == ["summary.json (No space left on device)"]
+    assert told == ["warning: could not be written: summary.json (No space left on device)"]
+    assert [path.name for path in disk.path.iterdir()] == ["filler"]
+
+
+def test_a_run_that_cannot_write_its_configuration_ends_and_its_folder_may_be_used(make_disk, monkeypatch):
+    disk = make_disk("size=64k")
+    disk.fill(0)
+    monkeypatch.setattr(commands, "gather_material", lambda config, log: None)
+    config = load_config([f"run_dir={disk.path / 'run'}"])
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        with pytest.raises(RunStopped, match=r"^OSError: .*No space left on device"):
+            commands.train(config)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert make_run_folder(config.run_dir, "train") == disk.path / "run"
+
+
+# ---- output ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(["--help"], 3), (["train", "seed=x"], 2)])

@@ -983,6 +983,23 @@ async def test_a_run_resumed_with_a_lower_lag_trains_nothing_too_old_for_it(max_
     assert {kept.pick.order for kept in waiting} - dropped <= set(trained), "none is lost"
 
 
+async def test_a_run_resumed_with_a_lower_token_lag_asks_for_others_where_all_that_waits_is_dropped():
+    """As many wait as may be open, so nothing runs: nobody would come to ask for more, and a healthy engine would be called late."""
+    world = World()
+    settings = replace(SETTINGS, max_lag=1, late=Late.drop, max_token_lag=1, num_steps=5)
+    ledger, waiting = world.make(settings)._ledger, []
+    for pick in keep(ledger, 8):
+        meta = GroupMeta(pick.visit, "w", 3, (2, 2), (2, 2), 0, 1, 1, 0, 0.0, 0, 0.0, ())
+        waiting.append(Kept(pick, Scored(meta, Address(None, 0), (score(1.0), score(0.0)))))
+    held = LoopState(waiting=tuple(waiting), judged=(), dropped={}, num_picked=0, budget=None)
+    world.version = 3
+    at = {"step": 3, "version": 3, "state": held}
+    world.loop = Loop(settings, ledger, (world,) * 5, SELECTIONS["zero_variance"], Waits(), **at)
+    async with asyncio.timeout(5):
+        assert await world.loop.run() == "done"
+    assert (ledger.counts["dropped/late"], ledger.counts["trained"]) == (8, 8)
+
+
 async def test_what_may_fail_is_a_share_of_a_batch_of_whole_groups():
     """The first group comes without three of its five members. Of a batch of 4 x 5 half may fail: 10, and not half of 4 x 2."""
     world = World()

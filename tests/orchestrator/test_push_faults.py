@@ -538,6 +538,23 @@ async def test_what_is_cancelled_while_a_worker_comes_into_use_is_not_asked(worl
     assert not [entry for entry in w.engines[worker.name].log if entry[0] == "submit" and entry[1]]
 
 
+async def test_what_is_cancelled_while_its_worker_is_being_ended_is_not_told_of_as_lost(world):
+    """A stopped worker is lost seconds before its stream ends. The loop may have asked the visit of another by then, and would ask it a
+    third time: an engine that has it open refuses it, which ends the run."""
+    w = world()
+    await w.start()
+    visits = [Visit(f"p{i}", 0, Purpose.TRAIN) for i in range(4)]
+    await w.fleet.submit(visits)  # the second and the fourth go to rollout-1
+    stopped = w.crew.proven[1]
+    w.fleet.remove(stopped)
+    await w.fleet.cancel([visits[3]])
+    assert not [entry for entry in w.engines["rollout-1"].log if entry[0] == "cancel"], "it hears nothing any more"
+    await w.fleet.submit([visits[3]])
+    stopped.actor.killed.set()
+    lost = await w.fleet.next_lost()
+    assert (lost.worker, lost.visits) == ("rollout-1", (visits[1],))
+
+
 @pytest.mark.parametrize("changed", [True, False])
 async def test_no_worker_is_proven_while_the_learner_is_busy(world, changed):
     w = world(faults={"rollout-1": at("submit", 1, "die")})

@@ -15,11 +15,11 @@ import psutil
 import pytest
 import ray
 from ray import cloudpickle
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 
 from configs.compose import load_config
 from configs.schema import CheckpointConfig, DeadlinesConfig
-from orchestrator import commands, launch
+from orchestrator import commands, launch, recovery
 from orchestrator.actors import LearnerActor
 from orchestrator.checkpoint import Checkpoint, Checkpoints, SaveFailed, find_checkpoint
 from orchestrator.errors import RunStopped
@@ -220,11 +220,33 @@ def test_what_is(error, cause):
 
 
 @fast
-async def test_the_start_of_the_first_life_is_not_tried_again(tmp_path):
-    script = Script(tmp_path, (None, died("start")))
-    with pytest.raises(RankFailed):
+@pytest.mark.parametrize(
+    "error",
+    [
+        raised(MemoryError("2 GiB"), "start"),
+        ActorDiedError.from_task_error(RayTaskError("__init__", "Traceback", ValueError("no such model"))),
+        late("rollout workers", "start"),
+        RunStopped("no place for the learner ranks within 60 s"),
+    ],
+)
+async def test_what_is_wrong_in_the_start_of_the_first_life_is_not_tried_again(tmp_path, error):
+    script = Script(tmp_path, (None, error))
+    with pytest.raises(type(error)) as caught:
         await script.of_run().run()
-    assert len(script.jobs) == 1
+    assert (caught.value, len(script.jobs)) == (error, 1)
+
+
+@fast
+@pytest.mark.parametrize("error", [died("start"), ActorDiedError(), OutOfMemoryError("the node was running low on memory")])
+async def test_an_actor_that_dies_in_the_start_of_the_first_life_costs_a_start(tmp_path, error):
+    script = Script(tmp_path, (None, error), (2, None))
+    assert await script.of_run().run() == "done"
+    assert [event["cause"] for event in script.events] == ["an actor failed in the start of a life"]
+    script = Script(tmp_path, (None, error), (None, error))
+    with pytest.raises(type(error)):
+        await script.of_run().run()
+    script = Script(tmp_path, (None, error), (1, died()), *[(None, error)] * 2, (3, None))
+    assert await script.of_run().run() == "done", "it has come to train since: three starts in a row may fail"
 
 
 @fast
@@ -242,12 +264,32 @@ async def test_a_later_start_is_tried_three_times_in_a_row(tmp_path, error):
 
 
 @fast
-async def test_a_later_life_without_a_place_ends_the_run_with_both_reasons(tmp_path):
-    script = Script(tmp_path, (1, died()), (None, RunStopped("no place for the learner ranks within 60 s")))
-    with pytest.raises(
-        RunStopped, match=r"^no place for the learner ranks within 60 s; start 1 .* since learner rank 1 died in 'train'"
-    ):
+@pytest.mark.parametrize(
+    "error", [RunStopped("no place for the learner ranks within 60 s"), OSError(28, "No space left on device", "stacks")]
+)
+async def test_a_later_life_without_a_place_ends_the_run_with_both_reasons(tmp_path, error):
+    script = Script(tmp_path, (1, died()), (None, error))
+    with pytest.raises(RunStopped) as caught:
         await script.of_run().run()
+    assert str(caught.value).startswith(
+        f"{error}; start 1 of a run that was going back to its last checkpoint, since learner rank 1 died"
+    )
+
+
+@fast
+async def test_a_life_that_does_not_end_ends_the_run_in_time(tmp_path, monkeypatch):
+    """Ray's own processes are stopped, say: nobody tells what is left of the actors. Both reasons are told, and it is closed once."""
+    script = Script(tmp_path, (1, died()), (1, None))
+    monkeypatch.setattr(recovery, "BURIED_S", 0.1)
+    monkeypatch.setattr(FakeJob, "close", lambda job: asyncio.sleep(60, job.log.append("closing")))
+    lives = script.of_run()
+    script.jobs[0].config.deadlines.close_s = 0.05
+    with pytest.raises(
+        RunStopped, match=r"^learner rank 1 died .* cannot go .*: actors did not finish 'the end of a life' within 0.2 s"
+    ):
+        await lives.run()
+    await lives.end("failed")
+    assert (len(script.jobs), script.jobs[0].log.count("closing")) == (1, 1)
 
 
 @fast
@@ -357,21 +399,25 @@ def test_what_is_discarded_is_counted_by_what_had_become_of_it():
 
 
 @fast
-async def test_of_several_ranks_errors_the_death_is_told():
-    """Rank 0 learns of the broken connection before Ray tells of the death that broke it."""
+@pytest.mark.parametrize("death", [ActorDiedError(), OutOfMemoryError("Task was killed due to the node running low on memory")])
+async def test_of_several_ranks_errors_the_death_is_told(tmp_path, death):
+    """Rank 0 learns of the broken connection before Ray tells of the death that broke it. A save in which one dies is no full disk."""
 
     async def fail(after_s, error):
         await asyncio.sleep(after_s)
         raise error
 
     def rank(after_s, error):
-        return SimpleNamespace(train=SimpleNamespace(remote=lambda: fail(after_s, error)))
+        call = SimpleNamespace(remote=lambda *_: fail(after_s, error))
+        return SimpleNamespace(train=call, save=call)
 
     broken = RayTaskError("train", "Traceback", RuntimeError("connection closed by peer"))
     with pytest.raises(RankFailed, match="rank 1 died in 'train'"):
-        await RayLearner([rank(0.0, broken), rank(0.2, ActorDiedError())]).train()
+        await RayLearner([rank(0.0, broken), rank(0.2, death)]).train()
+    with pytest.raises(RankFailed, match="rank 1 died in 'save'"):
+        await RayLearner([rank(0.0, broken), rank(0.2, death)]).save(tmp_path)
     with pytest.raises(RankFailed, match="rank 0 raised in 'train': RuntimeError: connection closed") as caught:
-        await RayLearner([rank(0.0, broken), rank(60.0, ActorDiedError())]).train()
+        await RayLearner([rank(0.0, broken), rank(60.0, death)]).train()
     assert caught.value.kind == "raised RuntimeError"
 
 

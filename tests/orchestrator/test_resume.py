@@ -103,13 +103,13 @@ class Machine:
     def __init__(self):
         self.workers, self.ranks, self.pools = {}, {}, None
 
-    def launcher(self, config, stuff):
-        return SharedLauncher(self, config, stuff)
+    def launcher(self, config, stuff, **more):
+        return SharedLauncher(self, config, stuff, **more)
 
 
 class SharedLauncher(launch.Launcher):
-    def __init__(self, machine, config, stuff):
-        super().__init__(config, stuff)
+    def __init__(self, machine, config, stuff, **more):
+        super().__init__(config, stuff, **more)
         self.machine = machine
 
     async def reserve(self, *, with_ranks, with_engines=True):

@@ -6,6 +6,7 @@ The runs of one story follow one another in one folder, each resumed from what t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -16,6 +17,8 @@ import time
 import psutil
 import pytest
 
+from orchestrator.commands import Interrupt, heard
+from orchestrator.console import PlainView, to_stderr
 from orchestrator.grace import StepInHand, step_may_take_s
 
 SMALL = [
@@ -222,6 +225,58 @@ def during_an_update_longer_than_the_grace_period(story):
     assert story.saved()[-1] == before
     assert f"step-{before:06d} stands" in out.splitlines()[-1], out
     assert f"step {story.rows()[-1]['step']} is not saved" in out.splitlines()[-1]
+
+
+# ---- a terminal that goes, or holds ----------------------------------------------------------------------------------
+
+
+async def test_a_terminal_that_is_closed_ends_the_run_on_whole_steps_however_often_it_is_told():
+    """Kernel and shell each send SIGHUP, and a session manager SIGTERM with it: none of them is the second signal that stops at once."""
+    stops, said = [], []
+    interrupt = Interrupt(lambda: not stops.append("asked"), said.append)
+    try:
+        codes = []
+        for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(0.02)
+            codes.append(interrupt.exit_code)
+    finally:
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().remove_signal_handler(number)
+    assert (codes, stops) == ([129, 129, 143, 143], ["asked"])
+    assert said == ["SIGHUP: ending after the step in hand and saving it; once more to stop at once"]
+
+
+def test_under_nohup_a_closed_terminal_is_not_heard(monkeypatch):
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_IGN)
+    assert heard() == {signal.SIGINT, signal.SIGTERM}
+
+
+@pytest.fixture
+def held():
+    """A pipe that takes nothing more and that nobody reads."""
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writes, b"x" * 4096)
+    os.set_blocking(writes, True)
+    yield os.fdopen(writes, "w")
+    os.close(reads)
+
+
+def test_a_run_does_not_wait_for_whoever_holds_its_output(held, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", held)
+    monkeypatch.setattr(sys, "stderr", held)
+    PlainView(2, quiet=False).line("a line that finds no room")
+    to_stderr("another")
+
+
+@pytest.mark.parametrize("how", ["Vigil(0.2, ''); time.sleep(60)", "grace.leave_after(0.2, 3, lambda: 'why'); time.sleep(60)"])
+def test_a_driver_that_hangs_is_left_though_its_output_is_held(held, how):
+    """Also where the interpreter would write the stacks by itself, and keep every thread waiting."""
+    code = f"import time; from orchestrator import grace; from orchestrator.departure import Vigil; grace.WORDS_S = 0.5; {how}"
+    assert subprocess.run([sys.executable, "-c", code], stderr=held, check=False, timeout=50).returncode == 3
 
 
 # ---- the grace period ------------------------------------------------------------------------------------------------

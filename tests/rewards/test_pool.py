@@ -162,6 +162,27 @@ def test_a_process_that_somebody_kills_or_stops_costs_no_item(number, busy):
         assert gone([pid])
 
 
+def test_a_process_that_somebody_stops_while_it_loads_is_replaced_by_one_that_loads(tmp_path):
+    """It stood still for START_S, two minutes, and every score with it."""
+    code = """
+        import os, pathlib, signal
+        loads = pathlib.Path(__file__).with_name("loads")
+        loads.open("a").write("x")
+        if loads.read_text() == "xx":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        def right(completion, answer):
+            return float(completion == answer)
+    """
+    (tmp_path / "mine.py").write_text(textwrap.dedent(code))
+    with make_pool(timeout_s=60.0, mine=RewardPart(function=f"{tmp_path}/mine.py:right")) as pool:
+        (pid,) = pool.health().pids
+        os.kill(pid, signal.SIGKILL)
+        begun = time.monotonic()
+        assert [score.value for score in pool.score([item("1"), item("0")])] == [1.0, 0.0]
+        assert time.monotonic() - begun < 40.0
+        assert (tmp_path / "loads").read_text() == "xxx"
+
+
 @pytest.mark.parametrize(
     ("act", "told"),
     [
