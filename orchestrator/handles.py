@@ -13,7 +13,7 @@ from typing import Protocol
 from orchestrator.stages import Batch, Finished, Kept, Scored, StepOutcome
 from rollout.records import Visit
 
-MOST_REPLACEMENTS = 3  # of one worker's place without a proven push of a step in between
+MOST_REPLACEMENTS = 3  # of one worker without a proven push of a step in between, of one pool over the same groups
 
 
 @dataclass(frozen=True, slots=True)
