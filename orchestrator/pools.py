@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
 
@@ -15,11 +15,13 @@ from configs.schema import DeadlinesConfig
 from orchestrator.actors import PULSE, PoolPulse
 from orchestrator.errors import RunStopped
 from orchestrator.fleet import words
-from orchestrator.handles import MOST_REPLACEMENTS
 from orchestrator.lost import is_lost
 from orchestrator.stages import Finished, Scored
 from orchestrator.waits import DeadlinePassed, Wait, Waits
 from rollout.records import Consequence, Prompt, Score, Visit
+
+# Pools over the same groups: two can be ended from outside while one call is under way, and the groups had no part in it.
+MOST_GONE = 4
 
 
 class RayScorer:
@@ -84,24 +86,24 @@ class RayScorer:
         return scored
 
     async def _ask(self, worker: str, parcel: Any, questions: Sequence[Any]) -> list[tuple[Score, ...]]:
-        """A pool's actor that is lost is replaced and asked again, as often as a worker is."""
-        num_lost = 0
+        """A pool's actor that is lost is replaced, and asked again. Groups over which one after the other is lost end the run."""
+        num_gone = 0
         while True:
             node = self._node(worker)
             pool = self.pools[node]
             try:
-                scores, self._num_lost[node] = await pool.score.remote(parcel, questions)
+                scores, num_lost = await pool.score.remote(parcel, questions)
             except RayError as error:
                 if not _is_gone(error):
                     raise
-                num_lost += 1
-                if num_lost > MOST_REPLACEMENTS:
-                    raise RunStopped(
-                        f"the reward pool of node {node} was lost {num_lost} times over the same groups: {words(error)}"
-                    ) from error
+                num_gone += 1
+                if num_gone == MOST_GONE:
+                    times = f"{MOST_GONE} times over the same groups"
+                    raise RunStopped(f"the reward pool of node {node} was lost {times}: {words(error)}") from error
                 await self.renew(node, pool, words(error))
             else:
-                return cast(list[tuple[Score, ...]], scores)
+                self._num_lost[node] = num_lost
+                return scores
 
     async def renew(self, node: str, pool: Any, reason: str) -> None:
         """Has the pool ended and replaced, once, however many find it lost."""

@@ -37,7 +37,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DRIVE = Path(__file__).with_name("storm_drive.py")
 MARK = "LIMEN_STORM_PART"  # in the environment of every process of a part
 STEPS = 2000
-EVERY_S = 50.0  # drawn between two faults, on average; waiting for one to strike makes it about a minute
+# Drawn between two faults, on average: waiting until one can strike, and until the run is back, makes it about a minute.
+EVERY_S = 28.0
 SAMPLE_S = 5.0
 TICK_S = 0.2
 CONFIG = (
