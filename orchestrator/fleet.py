@@ -173,9 +173,8 @@ class RayFleet:
         async with self._order:
             self._waiting = [visit for visit in self._waiting if visit not in dropped]
             held = {name: visits & dropped for name, visits in self._outstanding.items()}
-            for (
-                outstanding
-            ) in self._outstanding.values():  # a lost worker's too: told of later, they may be asked of another by then
+            # Of a lost worker too: when its stream ends, and its visits are told of, these may be under way elsewhere
+            for outstanding in self._outstanding.values():
                 outstanding.difference_update(dropped)
             for worker in list(self.workers):
                 if held[worker.name]:

@@ -26,6 +26,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from configs.errors import InputError
 from orchestrator.checkpoint import Checkpoint, find_checkpoint
+from orchestrator.departure import Vigil
 from orchestrator.errors import RunStopped
 from orchestrator.ledger import State
 from orchestrator.ranks import RankFailed
@@ -217,7 +218,12 @@ class Lives:
         try:
             checkpoint = await self._newest(dead)
             await _unbroken(self._bury(dead))
-            job = self._make(checkpoint)
+            # The watchdog of neither life looks on, and a disk may hang
+            vigil = Vigil(dead.config.deadlines.checkpoint_s, "it was opening the files of the next life")
+            try:
+                job = self._make(checkpoint)
+            finally:
+                vigil.close()
         except (InputError, OSError, DeadlinePassed, RayError) as error:
             raise RunStopped(f"{fault.reason}; and the run cannot go back to a checkpoint: {error}") from error
         self.job, self._closed = job, False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -75,7 +76,8 @@ class Record:
 
 def open_record(folder: Path, tokenizer: Any) -> Record:
     """The record of the run in ``folder``; ``tokenizer`` decodes the prompts. Raises ConfigError naming what is missing or broken."""
-    files = sorted((folder / "groups").glob("step-*.jsonl"))
+    last = _last_step(folder)
+    files = [path for path in sorted((folder / "groups").glob("step-*.jsonl")) if _step_of(path) <= last]
     if not files:
         why = "holds no groups" if folder.is_dir() else "does not exist"
         raise ConfigError(
@@ -83,7 +85,7 @@ def open_record(folder: Path, tokenizer: Any) -> Record:
         )
     rows: dict[int, tuple[str, Place, list[int]]] = {}  # by pick order: a step that was done again after a crash is there twice
     for path in files:
-        step, offset = int(path.stem.removeprefix("step-")), 0
+        step, offset = _step_of(path), 0
         for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
             try:
                 row = json.loads(line)
@@ -101,6 +103,17 @@ def open_record(folder: Path, tokenizer: Any) -> Record:
     in_order = sorted(rows.values(), key=lambda row: (row[1].step, row[1].offset))
     prompts = tuple(_prompt(group_id, ids, tokenizer) for group_id, _, ids in in_order)
     return Record(folder, {group_id: place for group_id, place, _ in in_order}, PromptSet(prompts, (), 0, 0))
+
+
+def _step_of(path: Path) -> int:
+    return int(path.stem.removeprefix("step-"))
+
+
+def _last_step(folder: Path) -> float:
+    """Of the run as it stands, by its last row. Files of later steps are of a history that it went back from."""
+    path = folder / "metrics.jsonl"
+    rows = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")] if path.is_file() else []
+    return int(json.loads(rows[-1])["step"]) if rows else math.inf
 
 
 def _prompt(group_id: str, ids: Sequence[int], tokenizer: Any) -> Prompt:

@@ -293,6 +293,22 @@ async def test_a_life_that_does_not_end_ends_the_run_in_time(tmp_path, monkeypat
 
 
 @fast
+async def test_the_files_of_the_next_life_are_opened_under_a_guard(tmp_path, monkeypatch):
+    script, log = Script(tmp_path, (1, died()), (1, None)), []
+
+    class Guard:
+        def __init__(self, limit_s, where):
+            log.append(("begins", limit_s, len(script.jobs)))
+
+        def close(self):
+            log.append(("ends", len(script.jobs)))
+
+    monkeypatch.setattr(recovery, "Vigil", Guard)
+    assert await script.of_run().run() == "done"
+    assert log == [("begins", 600.0, 1), ("ends", 2)]
+
+
+@fast
 async def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again_from_nothing(tmp_path):
     script = Script(tmp_path, (3, died()))
     await script.save(2)

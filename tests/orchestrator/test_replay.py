@@ -157,6 +157,13 @@ def test_a_step_done_again_counts_once_with_its_last_record(written):
     assert read_group(row(0, 0.0))[2].prompt_token_ids.tolist() == record.prompts.train[0].token_ids.tolist()
 
 
+def test_steps_that_the_run_went_back_from_and_never_did_again_are_none_of_its_record(written):
+    """It had come to step 2, went back to its beginning and was ended after step 1, with half a row of the next."""
+    steps = "".join(json.dumps({"step": step, "incarnation": life}) + "\n" for step, life in ((1, 0), (2, 0), (1, 1)))
+    (written / "metrics.jsonl").write_text(steps + '{"step": 2, "inc')
+    assert list(open_record(written, character_tokenizer()).places) == ["s/0#2"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
