@@ -90,8 +90,11 @@ def start_cluster(config: ClusterConfig, demand: Demand) -> Cluster:
         _join(address)
         cluster = Cluster(address=address, joined=True, processes=())
     else:
-        # Else its GCS keeps a record of each of the last 100,000 calls (3.4 MB a thousand) for a dashboard that is not there.
+        # Else its GCS keeps a record of each of the last 100,000 calls (3.4 MB a thousand), and as many dead actors and their processes, for
+        # a dashboard that is not there.
         os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
+        os.environ.setdefault("RAY_maximum_gcs_destroyed_actor_cached_count", "50")
+        os.environ.setdefault("RAY_maximum_gcs_dead_worker_cached_count", "50")
         books = private_books(demand.num_cpus, usable_cpus()) if config.num_cpus is None else config.num_cpus
         before = set(psutil.Process().children())
         _init(address="local", num_cpus=books, include_dashboard=False)

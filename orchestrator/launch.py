@@ -101,7 +101,7 @@ class Launcher:
             concurrency=8,  # the stream of groups, a push, a score and health must not wait for one another
         )
         module = material.ENGINE_MODULES[self._config.rollout.engine.value]
-        actor = ray.remote(RolloutActor).options(**options, **places.at(number))
+        actor = _remote(RolloutActor).options(**options, **places.at(number))
         self.actors[name] = actor.remote(module, spec, self._config.rollout.transport.value)
         return Worker(name, self.actors[name])
 
@@ -126,7 +126,7 @@ class Launcher:
                 env=cluster.learner_environment(self.threads.learner, rank=rank, world_size=world_size, gpu=self._gpu),
                 concurrency=2 if self._config.rollout.transport.value in MEETS else 1,  # an abort must not wait for what it ends
             )
-            actor = ray.remote(LearnerActor).options(**options, **places.at(rank))
+            actor = _remote(LearnerActor).options(**options, **places.at(rank))
             self.actors[name] = actor.remote(rank, world_size)
             actors.append(self.actors[name])
         return actors
@@ -178,9 +178,16 @@ class Launcher:
         self._num_pools[seat.number] += 1
         name = self._successor(f"rewards-{seat.number}", replaced)
         options = cluster.actor_options(name, **seat.places.asks(seat.place), env={"OMP_NUM_THREADS": "1"}, concurrency=8)
-        actor = ray.remote(concurrency_groups={PULSE: 1})(RewardActor).options(**options, **seat.places.at(seat.place))
+        actor = _remote(RewardActor, PULSE).options(**options, **seat.places.at(seat.place))
         self.actors[name] = self._pools[node] = actor.remote(self._config.reward)
         return self.actors[name]
+
+
+@functools.cache
+def _remote(kind: type, *groups: str) -> Any:
+    """The actor class of a class, with concurrency groups of one thread each. Made once: the driver and Ray's own books keep every one
+    that was ever made."""
+    return ray.remote(concurrency_groups=dict.fromkeys(groups, 1))(kind) if groups else ray.remote(kind)
 
 
 def _numbered(name: str, number: int) -> str:
