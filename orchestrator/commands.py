@@ -110,7 +110,7 @@ async def _train(lives: Lives, stuff: Material, ray_cluster: cluster.Cluster, de
 
 def heard() -> set[signal.Signals]:
     """The signals by which a run is asked to end. That of a terminal which is gone is none where somebody has it ignored, as nohup does."""
-    hangup = set() if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else {signal.SIGHUP}
+    hangup: set[signal.Signals] = set() if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else {signal.SIGHUP}
     return {signal.SIGINT, signal.SIGTERM} | hangup
 
 

@@ -155,7 +155,9 @@ async def test_a_pool_that_is_lost_too_often_over_the_same_groups_ends_the_run(b
     names = [str(tmp_path / "once"), str(tmp_path / "twice")]
     with monkeypatch.context() as patch:
         patch.setattr(pools, "MOST_REPLACEMENTS", 1)
-        with pytest.raises(RunStopped, match="the reward pool of node here was lost 2 times over the same groups: ActorDiedError"):
+        with pytest.raises(
+            RunStopped, match="the reward pool of node here was lost 2 times over the same groups: ActorDiedError"
+        ):
             await bench.score("kill", [("k", "", names, ["x"])])
     scores = await bench.score("kill", [("k", "", names, ["x"])])
     assert scores[0][0].status is Status.OK, "another group has a try of its own"

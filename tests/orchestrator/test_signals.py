@@ -233,6 +233,7 @@ def during_an_update_longer_than_the_grace_period(story):
 async def test_a_terminal_that_is_closed_ends_the_run_on_whole_steps_however_often_it_is_told():
     """Kernel and shell each send SIGHUP, and a session manager SIGTERM with it: none of them is the second signal that stops at once."""
     stops, said = [], []
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     interrupt = Interrupt(lambda: not stops.append("asked"), said.append)
     try:
         codes = []
@@ -243,6 +244,7 @@ async def test_a_terminal_that_is_closed_ends_the_run_on_whole_steps_however_oft
     finally:
         for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().remove_signal_handler(number)
+        signal.signal(signal.SIGHUP, before)
     assert (codes, stops) == ([129, 129, 143, 143], ["asked"])
     assert said == ["SIGHUP: ending after the step in hand and saving it; once more to stop at once"]
 
