@@ -153,10 +153,8 @@ class Job:
         record = self._material.record
         self._launcher = launcher = Launcher(config, self._material, places_s=self._places_s)
         self.view.line(f"threads: {launcher.threads}")
-        places, deadline_s = (
-            launcher.reserve(with_ranks=True, with_engines=not record),
-            3 * self._places_s + config.deadlines.start_s,
-        )
+        places = launcher.reserve(with_ranks=True, with_engines=not record)
+        deadline_s = 3 * self._places_s + config.deadlines.start_s  # three parts at most ask for places, one after another
         await self._wait(places, "Ray", "places of the actors", deadline_s)
         workers = [] if record or config.cluster.placement is Placement.colocated else self._make_workers()
         ranks, pools = launcher.ranks(), {} if record else launcher.rewards()

@@ -85,7 +85,7 @@ class RayScorer:
 
     async def _ask(self, worker: str, parcel: Any, questions: Sequence[Any]) -> list[tuple[Score, ...]]:
         """A pool's actor that is lost is replaced and asked again, as often as a worker is."""
-        num_lost = 0
+        num_gone = 0  # pools; those that are counted below are verifier processes
         while True:
             node = self._node(worker)
             pool = self.pools[node]
@@ -94,10 +94,10 @@ class RayScorer:
             except RayError as error:
                 if not _is_gone(error):
                     raise
-                num_lost += 1
-                if num_lost > MOST_REPLACEMENTS:
+                num_gone += 1
+                if num_gone > MOST_REPLACEMENTS:
                     raise RunStopped(
-                        f"the reward pool of node {node} was lost {num_lost} times over the same groups: {words(error)}"
+                        f"the reward pool of node {node} was lost {num_gone} times over the same groups: {words(error)}"
                     ) from error
                 await self.renew(node, pool, words(error))
             else:
